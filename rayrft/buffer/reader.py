@@ -22,7 +22,7 @@ from rayrft.buffer.log.segments import read_log_rows, segment_name, segment_size
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import State
 from rayrft.buffer.transitions import apply
-from rayrft.config import RunConfig, load_run_config
+from rayrft.config import FolderConfig, load_folder_config
 from rayrft.config.buffer import SamplerConfig
 from rayrft.data.selection import Selection
 from rayrft.data.task_sampler import TaskSet
@@ -128,7 +128,7 @@ class Found:
     late_feedback: tuple[FeedbackNoted, ...]
 
 
-def log_folder(folder: Path, config: RunConfig) -> Path:
+def log_folder(folder: Path, config: FolderConfig) -> Path:
     """Return where the log of the run in this folder is, which may have been moved."""
     return config.buffer_folder if config.buffer.storage or config.buffer.name else folder / "buffer"
 
@@ -149,7 +149,7 @@ class Archive:
     @classmethod
     def of_run(cls, folder: Path) -> Archive:
         """Open the log of the run in this folder, which may have been moved. Raises ConfigError, too."""
-        config = load_run_config(folder)
+        config = load_folder_config(folder)
         return cls(log_folder(folder, config), config.buffer.sampler, config.seed)
 
     def refresh(self) -> None:

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from rayrft.config.base import REFERENCE
-from rayrft.config.run import RunConfig
+from rayrft.config.run import FolderConfig, RunConfig
 from rayrft.errors import ConfigError, nearest
 from rayrft.files import local_path
 from rayrft.registry import load_plugins, loaded_plugins
@@ -83,23 +83,34 @@ def load_run_config(folder: Path, overrides: dict[str, Any] | None = None, *, tr
 
     Raises ConfigError, also if the config is not valid without its plug-ins.
     """
+    return _load(RunConfig, folder, _read(folder / "config.yaml"), overrides, trusted)
+
+
+def load_folder_config(folder: Path) -> FolderConfig:
+    """Read the keys of a run folder's config that its readers need, as `load_run_config` does."""
     raw = _read(folder / "config.yaml")
+    return _load(FolderConfig, folder, {name: raw[name] for name in FolderConfig.model_fields if name in raw})
+
+
+def _load(
+    model: type[Loaded], folder: Path, raw: dict[str, Any], overrides: Any = None, trusted: bool = False
+) -> Loaded:
     plugins = [Path(str(path)) for path in raw.get("plugins") or ()]
     if trusted or os.environ.get(TRUST) == "1" or set(plugins) <= set(loaded_plugins()):
         try:
-            return load_config(raw, overrides)
+            return read_config(model, raw, overrides)
         except ConfigError as error:
             if error.problem != "unknown key":
                 raise
             if overrides:
-                load_run_config(folder, trusted=trusted)  # raises if it is the file that has the key
+                _load(model, folder, raw, trusted=trusted)  # raises if it is the file that has the key
                 raise
             problem, remedy = "unknown key: another version of rayrft wrote it", "use the version that wrote it"
             raise ConfigError(problem, remedy, field=error.field, value=error.value) from None
     remedy = f"read {', '.join(map(str, plugins))}; if you trust that code, set {TRUST}=1 to run it"
     logging.getLogger(__name__).warning("plug-ins of the run folder %s are not run: %s", folder, remedy)
     try:
-        return load_config({**raw, "plugins": []}, overrides)
+        return read_config(model, {**raw, "plugins": []}, overrides)
     except ConfigError as error:
         problem = f"{error.problem}, and readers of a run folder do not run its plug-ins"
         raise ConfigError(problem, remedy, field=error.field, value=error.value) from None

@@ -26,32 +26,51 @@ from rayrft.config.trainer import ProbeBounds, TrainerConfig, WeightSyncConfig
 from rayrft.weights import Layout, choose_transport, transports
 
 
-class RunConfig(Section):
-    """One run: one YAML file."""
+class FolderConfig(Section):
+    """The keys that a reader of a run folder needs. Checking the other ones takes torch, and the run's plug-ins."""
 
     name: Name
+    storage: LocalPath = Path("runs")
+    """The run folder is ``<storage>/<name>``."""
+    seed: int = 0
+    model: ModelConfig
+    tasks: TasksConfig | None = None
+    buffer: BufferConfig = BufferConfig()
+    plugins: list[LocalPath] = Field(default_factory=list)
+    """Python files that register your own losses, advantages, rewards, workflows or weight transports, at paths that
+    every node can read. The Buffer does not load them: name its samplers and scores by ``package.module:attribute``."""
+
+    @property
+    def folder(self) -> Path:
+        return self.storage / self.name
+
+    @property
+    def buffer_folder(self) -> Path:
+        """The folder of the Buffer's log."""
+        if self.buffer.name is not None:
+            return (self.buffer.storage or self.storage) / f"buffer.{self.buffer.name}"
+        return self.buffer.storage / self.name if self.buffer.storage else self.folder / "buffer"
+
+
+class RunConfig(FolderConfig):
+    """One run: one YAML file."""
+
     mode: Literal["both", "train", "explore", "serve", "bench"] = "both"
     """``train``: no engines; stages train on files, or on groups that other jobs put into the Buffer. ``explore``: no
     trainer; the stage with groups defines the groups that are sampled for the Buffer ``buffer.name``, with fixed
     weights. ``serve``: no tasks; stages train on the sessions of applications that call the endpoint. ``bench``: only
     engines; models are evaluated, and nothing is trained."""
-    storage: LocalPath = Path("runs")
-    """The run folder is ``<storage>/<name>``."""
     on_existing: Literal["rename", "resume", "refuse"] = "rename"
     """Effect of a folder of an earlier run of this name. The run renames it by its date, resumes that run (one command
     then starts and resumes, as schedulers need it), or refuses to start."""
-    seed: int = 0
     max_staleness: Changeable[int] = Field(0, ge=0)
     """Largest number of optimiser steps between sampling a token and training on it: 0 is synchronous."""
-    model: ModelConfig
-    tasks: TasksConfig | None = None
     pipelines: PipelinesConfig = PipelinesConfig()
     demonstrations: dict[str, DemonstrationsConfig] = Field(default_factory=dict)
     reward: RewardConfig = RewardConfig()
     explorer: ExplorerConfig = ExplorerConfig()
     auxiliary: dict[Name, AuxiliaryConfig] = Field(default_factory=dict)
     """Frozen models for workflows and judges, by name: ``model.auxiliary("judge")``."""
-    buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     placement: PlacementConfig = PlacementConfig()
@@ -66,25 +85,11 @@ class RunConfig(Section):
     feedback: JudgementConfig = JudgementConfig()
     monitor: MonitorConfig = MonitorConfig()
     guards: list[GuardConfig] = Field(default_factory=list)
-    plugins: list[LocalPath] = Field(default_factory=list)
-    """Python files that register your own losses, advantages, rewards, workflows or weight transports, at paths that
-    every node can read. The Buffer does not load them: name its samplers and scores by ``package.module:attribute``."""
-
-    @property
-    def folder(self) -> Path:
-        return self.storage / self.name
 
     @property
     def trace_folder(self) -> Path | None:
         """The run folder, if its actors write traces."""
         return self.folder if self.monitor.trace else None
-
-    @property
-    def buffer_folder(self) -> Path:
-        """The folder of the Buffer's log."""
-        if self.buffer.name is not None:
-            return (self.buffer.storage or self.storage) / f"buffer.{self.buffer.name}"
-        return self.buffer.storage / self.name if self.buffer.storage else self.folder / "buffer"
 
     @property
     def rolls_out(self) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayrft.buffer.reader import Archive
-from rayrft.config import load_run_config
+from rayrft.config import load_folder_config
 from rayrft.core.checkpoints import find_folder
 from rayrft.errors import RayrftError
 from rayrft.experience import ExperienceGroup
@@ -61,7 +61,7 @@ class RunFiles:
         the log. Raises DataError if there is none."""
         from rayrft.data.tokenizer import ChatTokenizer
 
-        rows, model = Archive.of_run(self.folder).group(row_id), load_run_config(self.folder).model
+        rows, model = Archive.of_run(self.folder).group(row_id), load_folder_config(self.folder).model
         text_of: Callable[[int], str] | None = None
         with contextlib.suppress(RayrftError):  # it is not on this machine
             text_of = ChatTokenizer(self.folder / "model" if model.tiny is not None else str(model.path)).hf.decode

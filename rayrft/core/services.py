@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rayrft.config import PipelineConfig, RunConfig, load_config, load_run_config
+from rayrft.config import FolderConfig, PipelineConfig, RunConfig, load_config, load_run_config
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.serve import FeedbackConfig, HttpConfig, RewardServiceConfig, ServeConfig, ViewerConfig, read_keys
 from rayrft.core.cluster import connect
@@ -185,7 +185,7 @@ def deploy_viewer(storage: Path, settings: ViewerConfig) -> OpenService:
     return _open_page("viewer", "viewer", settings, build_viewer, arguments, cache_folder() / "key-cluster")
 
 
-def _buffer_of(config: RunConfig) -> tuple[str, str]:
+def _buffer_of(config: FolderConfig) -> tuple[str, str]:
     """Return the namespace and the name of the actor of a run's Buffer."""
     shared = config.buffer.name
     return NAMESPACE, shared_actor_name(shared) if shared is not None else actor_name(config.name, BUFFER.name)

@@ -103,7 +103,7 @@ def read_feedback(path: Path, tool: str, answers: dict[str, ShownAnswer], settin
 
 def read_answers(archive: Archive, ids: set[str] | None = None) -> dict[str, ShownAnswer]:
     """Return the usual rows of a run's log, or those of these ids, by experience id."""
-    shown = (answer for _, answer in read_shown(archive))
+    shown = (answer for *_, answer in read_shown(archive))
     return {answer.experience_id: answer for answer in shown if ids is None or answer.experience_id in ids}
 
 

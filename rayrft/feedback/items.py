@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rayrft.config.serve import FeedbackConfig
-from rayrft.experience import Experience, json_digest
+from rayrft.experience import json_digest
 from rayrft.feedback.judgements import MOST_RANKED, Judgement, Judgements, View
+
+SHOWN = ("turns", "reward", "reward_components", "error", "stop_reason", "logprobs", "action_mask", "images")
+"""Fields of an experience that an answer is made of, besides its id."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +36,19 @@ class ShownAnswer:
     """Paths."""
 
     @classmethod
-    def of(cls, row: Experience, waiting: bool) -> ShownAnswer:
-        produced = row.logprobs[row.action_mask == 1]
+    def of(cls, row: Mapping[str, Any], waiting: bool) -> ShownAnswer:
+        """Build it from the fields of an experience by name, of which `SHOWN` are enough."""
+        produced = row["logprobs"][row["action_mask"] == 1]
         return cls(
-            row.experience_id,
-            row.turns,
-            row.reward,
-            row.reward_components,
-            row.error,
-            row.stop_reason,
+            row["experience_id"],
+            row["turns"],
+            row["reward"],
+            row["reward_components"],
+            row["error"],
+            row["stop_reason"],
             waiting,
             float(produced.mean()) if len(produced) else 0.0,
-            row.images,
+            row["images"],
         )
 
     @property

@@ -13,13 +13,13 @@ import numpy as np
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.dataset import load_dataset
 from rayrft.buffer.reader import Archive
-from rayrft.config import RunConfig
+from rayrft.config import FolderConfig
 from rayrft.data.demonstrations import expert_row
 from rayrft.data.task_sources import read_held_out, read_source
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, DataError, RunNotFound
-from rayrft.experience import Experience, from_batch
-from rayrft.feedback.items import ShownAnswer, ShownGroup
+from rayrft.experience import Experience, field_values
+from rayrft.feedback.items import SHOWN, ShownAnswer, ShownGroup
 from rayrft.feedback.judgements import Judgement
 from rayrft.runtime.handle import Handle, answer, named_actor
 
@@ -29,7 +29,7 @@ class RunRows:
     actor in ``namespace``; None where no cluster can be reached. The methods block, and are called in threads."""
 
     def __init__(
-        self, folder: Path, config: RunConfig, namespace: str, buffer: str | None, most: int, demonstrations: str
+        self, folder: Path, config: FolderConfig, namespace: str, buffer: str | None, most: int, demonstrations: str
     ) -> None:
         self._folder, self._config = folder, config
         self._namespace, self._buffer = namespace, buffer
@@ -52,14 +52,14 @@ class RunRows:
         with self._lock:
             self._archive = archive
         rows = read_shown(archive, self._most)
-        shown = (pair for pair in rows if pair[0].turns and pair[0].turns[-1].get("role") == "assistant")
-        groups = ((group_id, list(pairs)) for group_id, pairs in groupby(shown, key=lambda pair: pair[0].group_id))
-        return [ShownGroup(name, pairs[0][0].task_id, tuple(answer for _, answer in pairs)) for name, pairs in groups]
+        shown = (row for row in rows if row[2].turns and row[2].turns[-1].get("role") == "assistant")
+        groups = groupby(shown, key=lambda row: row[:2])
+        return [ShownGroup(*ids, tuple(answer for *_, answer in rows)) for ids, rows in groups]
 
     def find(self, experience_id: str) -> ShownAnswer:
         """Return a row. Raises DataError if there is none."""
         found = self._read().find(experience_id)
-        return ShownAnswer.of(found.experience, found.group_status == "ready")
+        return ShownAnswer.of(vars(found.experience), found.group_status == "ready")
 
     def references(self) -> dict[str, str]:
         """Return the reference answers by task id. Raises a RayrftError if they cannot be read."""
@@ -136,8 +136,10 @@ def edited_row(row: Experience, judgement: Judgement, name: str, response: list[
     return expert_row(made, made, ids, mask, turns, task_id=row.task_id, images=row.images)
 
 
-def read_shown(archive: Archive, newest: int | None = None) -> Iterator[tuple[Experience, ShownAnswer]]:
-    """Iterate over the usual rows of a log with their answers; for ``newest`` see `Archive.rows`."""
-    for batch in archive.rows("usual", skip_damaged=True, newest=newest):
-        for row, status in zip(from_batch(batch), batch.column("group_status").to_pylist(), strict=True):
-            yield row, ShownAnswer.of(row, status == "ready")
+def read_shown(archive: Archive, newest: int | None = None) -> Iterator[tuple[str, str, ShownAnswer]]:
+    """Iterate over the usual rows of a log: group id, task id, and answer; for ``newest`` see `Archive.rows`."""
+    columns = ["experience_id", "group_id", "task_id", "group_status", *SHOWN]
+    for batch in archive.rows("usual", columns=columns, skip_damaged=True, newest=newest):
+        for values in zip(*field_values(batch).values(), strict=True):
+            row = dict(zip(batch.schema.names, values, strict=True))
+            yield row["group_id"], row["task_id"], ShownAnswer.of(row, row["group_status"] == "ready")

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from rayrft.buffer.ledger import ExpertDraws, Ledger, RowStats
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.reader import Archive
-from rayrft.config import load_run_config
+from rayrft.config import load_folder_config
 from rayrft.errors import RayrftError
 from rayrft.files import atomic_file, storage_errors
 from rayrft.markup import facts
@@ -226,7 +226,7 @@ def summarise_from_folder(folder: Path, status: str, error: str) -> Summary:
 def rows_in_log(folder: Path) -> RowStats | None:
     """Return the statistics of a run's rows from the log of its Buffer; None if the log is damaged."""
     try:
-        if not Storage(load_run_config(folder).buffer_folder).files():  # it ended before its Buffer began
+        if not Storage(load_folder_config(folder).buffer_folder).files():  # it ended before its Buffer began
             return RowStats(Ledger(), {})
         return Archive.of_run(folder).stats()
     except (RayrftError, OSError):

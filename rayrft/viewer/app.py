@@ -16,7 +16,7 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic_core import to_json
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rayrft.config import RunConfig, load_run_config
+from rayrft.config import FolderConfig, load_folder_config
 from rayrft.config.serve import FeedbackConfig, ViewerConfig, read_keys
 from rayrft.errors import ConfigError, RayrftError
 from rayrft.feedback.app import FeedbackPage
@@ -55,7 +55,7 @@ class Viewer(HttpService):
         config: ViewerConfig,
         key_digests: tuple[str, ...],
         count: Callable[[str], None] = lambda outcome: None,
-        buffers: Callable[[RunConfig], tuple[str, str | None]] = lambda run: ("", None),
+        buffers: Callable[[FolderConfig], tuple[str, str | None]] = lambda run: ("", None),
         reports: Reports | None = None,
     ) -> None:
         super().__init__(config, key_digests, count)
@@ -91,7 +91,7 @@ class Viewer(HttpService):
         folder = self._runs.get(name).path
         known = folder, folder.stat().st_ino
         if known not in self._feedback:
-            run, settings = load_run_config(folder), FeedbackConfig()
+            run, settings = load_folder_config(folder), FeedbackConfig()
             rows = RunRows(folder, run, *self._buffers(run), settings.max_groups, settings.demonstrations)
             page = FeedbackPage(name, settings, self._key_digests, rows, feedback_folder(folder), self._count)
             self._feedback.setdefault(known, page.app())
@@ -161,7 +161,7 @@ def build_viewer(
     storage: Path,
     config: ViewerConfig,
     key_digests: tuple[str, ...],
-    buffers: Callable[[RunConfig], tuple[str, str | None]],
+    buffers: Callable[[FolderConfig], tuple[str, str | None]],
     reports: Reports,
 ) -> Viewer:
     """Build the viewer on Ray Serve."""

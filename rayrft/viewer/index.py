@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import threading
 import time
 import zlib
@@ -31,9 +30,9 @@ from rayrft.buffer.log.segments import read_log_rows, segment_name
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.reader import StateReader, log_folder
 from rayrft.buffer.state import State
-from rayrft.config import load_run_config
+from rayrft.config import load_folder_config
 from rayrft.errors import RayrftError, StorageError
-from rayrft.experience import SCHEMA, Experience, VersionSpan, json_digest
+from rayrft.experience import Experience, VersionSpan, json_digest
 from rayrft.explorer.unstored import ANSWERS
 from rayrft.json_lines import read_lines
 from rayrft.registry import Lazy
@@ -69,17 +68,11 @@ create view experiences as select * from answers where place > {_UNSTORED};
 """
 """Answers are the experiences, which are rows of the log, and answers that the Buffer did not store."""
 _READ = f"""
-with scalars as (select place, file, row, experience_id, group_id, task_id, source, status, stop_reason,
-    left(error, {_SHOWN}) as error, reward::double as reward, prompt_length as prompt_tokens,
-    list_sum(action_mask)::integer as tokens,
-    list_sum(logprobs)::double / nullif(list_sum(action_mask), 0) as logprob,
+insert into rows by name select new_rows.* exclude (weight_versions) replace (left(error, {_SHOWN}) as error,
+    coalesce(len(images), 0) as images),
     list_min(list_transform(weight_versions, lambda span: span.version)) as version,
     list_max(list_transform(weight_versions, lambda span: span.version)) as newest_version,
-    turns, coalesce(len(images), 0) as images, question, answer,
-    reward_components as components, metrics, finished_at from new_rows)
-insert into rows select scalars.*, count(*) over of_group, avg(reward) over of_group, stddev_pop(reward) over of_group,
-    group_status, step, uses, drop_reason
-from scalars join places using (place) window of_group as (partition by place, group_id)
+    group_status, step, uses, drop_reason from new_rows join places using (place)
 """
 _ADD = f"""
 insert into rows by name select * replace (left(question, {_SHOWN}) as question, left(answer, {_SHOWN}) as answer),
@@ -106,7 +99,14 @@ _ANSWER = pa.schema(
     }
 )
 """Of an answer that the Buffer did not store."""
-_MENTIONED = [name for name in SCHEMA.names if re.search(rf"\b{name}\b", _READ)]
+_SAME = {
+    **{name: name for name in ("experience_id", "group_id", "task_id", "source", "status", "stop_reason", "error")},
+    **{name: name for name in ("reward", "weight_versions", "images", "metrics", "finished_at")},
+    "prompt_tokens": "prompt_length",
+    "components": "reward_components",
+}
+"""Columns of the log as they are, by their names in the table."""
+_LOGGED = {*_SAME.values(), "action_mask", "logprobs", "turns"}
 _VERSION = json_digest([_TABLES, _READ, _ADD, _MOVE])
 """Of the tables; files with others are deleted."""
 
@@ -150,7 +150,7 @@ class RowIndex:
 
     @cached_property
     def _log(self) -> tuple[Storage, StateReader]:
-        config = load_run_config(self._run)
+        config = load_folder_config(self._run)
         storage = Storage(log_folder(self._run, config))
         return storage, StateReader(storage, config.buffer.sampler, config.seed)
 
@@ -271,7 +271,7 @@ class RowIndex:
             if before == extent or not extent.rows:
                 continue
             try:
-                batch = read_log_rows(storage, name, extent, before)
+                batch = read_log_rows(storage, name, extent, before, _LOGGED)
             except StorageError as error:
                 about["damaged"][name] = str(error)
                 continue
@@ -372,11 +372,49 @@ def _placed(state: State, extent: Extent, batch: pa.RecordBatch, file: str, firs
         of_row = np.searchsorted(groups.row[slots], numbers, "right") - 1
         starts, counts = groups.row[slots][of_row], groups.rows[slots][of_row]
         places = np.where((of_row >= 0) & (numbers < starts + counts), _place(np.int64(extent.segment), starts), -1)
-    columns = {"place": places, "file": pa.repeat(pa.scalar(file), len(numbers)), "row": numbers.astype(np.int32)}
     question, answer = _texts(batch.column("turns"))
-    turns = {"turns": pc.list_value_length(batch.column("turns")), "question": question, "answer": answer}
-    table = pa.table({**{name: batch.column(name) for name in _MENTIONED}, **columns, **turns})
-    return pa.Table.from_batches(table.to_batches(_PIECE))  # else DuckDB reads them with one thread
+    mask, logprobs = batch.column("action_mask"), batch.column("logprobs")
+    tokens = _sums(mask.values.to_numpy(), mask.offsets.to_numpy(), np.int32)
+    logprob = _sums(logprobs.values.to_numpy(), logprobs.offsets.to_numpy(), np.float32)
+    columns = {
+        **{name: batch.column(logged) for name, logged in _SAME.items()},
+        **_group_columns(places, batch.column("group_id"), batch.column("reward")),
+        "place": places,
+        "file": pa.repeat(pa.scalar(file), len(numbers)),
+        "row": numbers.astype(np.int32),
+        "tokens": tokens,
+        "logprob": pa.array(logprob / np.maximum(tokens, 1), mask=tokens == 0),
+        "turns": pc.list_value_length(batch.column("turns")),
+        "question": question,
+        "answer": answer,
+    }
+    return pa.Table.from_batches(pa.table(columns).to_batches(_PIECE))  # else DuckDB reads them with one thread
+
+
+def _group_columns(places: np.ndarray, groups: pa.StringArray, rewards: pa.Array) -> dict[str, Any]:
+    """Return of every row its group's number of rows, and mean and deviation of the rewards that are known."""
+    begins = (np.diff(places) != 0) | pc.not_equal(groups[1:], groups[:-1]).to_numpy(zero_copy_only=False)
+    bounds = np.array([0, *np.flatnonzero(begins) + 1, len(places)])
+    sizes, known = np.diff(bounds), rewards.is_valid().to_numpy(zero_copy_only=False)
+    reward, rated = rewards.fill_null(0).to_numpy().astype(np.float64), np.repeat(_sums(known, bounds), sizes)
+
+    def mean(values: np.ndarray) -> np.ndarray:
+        return np.repeat(_sums(values, bounds), sizes) / np.maximum(rated, 1)
+
+    of_group = mean(reward)
+    deviation = np.sqrt(mean(np.where(known, (reward - of_group) ** 2, 0)))
+    rewarded = {"group_reward": of_group, "group_deviation": deviation}
+    return {
+        "group_rows": np.repeat(sizes, sizes).astype(np.int32),
+        **{name: pa.array(values, mask=rated == 0) for name, values in rewarded.items()},
+    }
+
+
+def _sums(values: np.ndarray, bounds: np.ndarray, dtype: type[np.number[Any]] = np.float64) -> np.ndarray:
+    """Return the sums of the values between consecutive bounds, in a tenth of DuckDB's time."""
+    sums, filled = np.zeros(len(bounds) - 1, dtype), np.flatnonzero(np.diff(bounds))
+    sums[filled] = np.add.reduceat(values[: bounds[-1]], bounds[filled], dtype=dtype)
+    return sums
 
 
 def _texts(turns: pa.ListArray) -> tuple[pa.Array, pa.Array]:

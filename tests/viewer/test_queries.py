@@ -330,8 +330,8 @@ async def test_a_journal_that_is_damaged_and_a_config_that_cannot_be_read_are_na
     assert "journal-00000000.jsonl, line 2" in (await client.rows())["log"]["problem"]
     journal.write_bytes(b"".join(lines))
     assert (await client.rows())["log"]["problem"] == "" and (await client.rows())["count"] > 100
-    (copied / "words" / "config.yaml").write_text("modle: 1\n")
-    assert "modle" in (await Client(copied).rows())["log"]["problem"]
+    (copied / "words" / "config.yaml").write_text("name: words\nmodel: {pth: tiny}\n")
+    assert "model.pth" in (await Client(copied).rows())["log"]["problem"]
 
 
 async def test_what_a_running_run_adds_is_told_at_once_and_read_once(
@@ -345,8 +345,8 @@ async def test_what_a_running_run_adds_is_told_at_once_and_read_once(
     waiting = asyncio.create_task(client.ask("changes", run="words", seen=seen))
     read: list[int] = []
 
-    def counted(storage: Any, name: str, extent: Any, after: Any = None) -> Any:
-        batch = read_log_rows(storage, name, extent, after)
+    def counted(*given: Any) -> Any:
+        batch = read_log_rows(*given)
         read.append(batch.num_rows)
         return batch
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Collection
 
 import pyarrow as pa
 
@@ -33,8 +34,10 @@ def with_schema(message: pa.Buffer) -> pa.Buffer:
     return pa.py_buffer(SCHEMA.serialize().to_pybytes() + message.to_pybytes())
 
 
-def read_log_rows(storage: Storage, name: str, extent: Extent, after: Extent | None = None) -> pa.RecordBatch:
-    """Return the rows of a file as one batch, or those that were appended ``after`` an earlier extent.
+def read_log_rows(
+    storage: Storage, name: str, extent: Extent, after: Extent | None = None, columns: Collection[str] = SCHEMA.names
+) -> pa.RecordBatch:
+    """Return these columns of the rows of a file as one batch, or of those appended ``after`` an earlier extent.
 
     Raises StorageError if the file is missing, damaged, or of another schema version.
     """
@@ -48,8 +51,10 @@ def read_log_rows(storage: Storage, name: str, extent: Extent, after: Extent | N
     if not intact:
         remedy = "corrupted by a disk fault or a manual edit: restore it from a backup; other files are readable"
         raise StorageError("the file was changed since it was written", remedy, field=where)
-    with pa.ipc.open_stream(with_schema(new) if known.nbytes else new) as stream:
-        if not stream.schema.equals(SCHEMA, check_metadata=True):
+    read = [number for number, column in enumerate(SCHEMA.names) if column in columns]
+    options = pa.ipc.IpcReadOptions(included_fields=read)
+    with pa.ipc.open_stream(with_schema(new) if known.nbytes else new, options=options) as stream:
+        if not stream.schema.equals(pa.schema([SCHEMA[at] for at in read], SCHEMA.metadata), check_metadata=True):
             version = (stream.schema.metadata or {}).get(b"rayrft.schema", b"none").decode()
             problem = f"the rows have schema version {version}; this rayrft reads {SCHEMA_VERSION}"
             remedy = "read it with the version of rayrft that wrote it, or with plain pyarrow"
