@@ -75,11 +75,13 @@ insert into rows by name select new_rows.* exclude (weight_versions) replace (le
     group_status, step, uses, drop_reason from new_rows join places using (place)
 """
 _ADD = f"""
+delete from rows where place < {_UNSTORED} and experience_id in (select experience_id from new_answers);
 insert into rows by name select * replace (left(question, {_SHOWN}) as question, left(answer, {_SHOWN}) as answer),
     {_UNSTORED} - (hash(group_id) % {1 << 32})::bigint - 1 as place, count(*) over of_group as group_rows,
     avg(reward) over of_group as group_reward, stddev_pop(reward) over of_group as group_deviation
 from new_answers window of_group as (partition by group_id)
 """
+"""Of an answer that is written again, as steps are repeated after a resume, the last line counts."""
 _MOVE = """
 delete from rows where place in (select place from places except select place from new_places);
 update rows set group_status = changed.group_status, step = changed.step, uses = changed.uses,
@@ -227,7 +229,8 @@ class RowIndex:
         """Return the answers of a group that the Buffer did not store, without tokens."""
         written = json.dumps(group_id).encode()
         with (self._run / ANSWERS / file).open("rb") as lines:
-            return [_experience(json.loads(line)) for line in lines if written in line and line.endswith(b"\n")]
+            rows = [json.loads(line) for line in lines if written in line and line.endswith(b"\n")]
+        return [*{row["experience_id"]: _experience(row) for row in rows}.values()]
 
     def late_feedback(self, experience_id: str) -> list[dict[str, Any]]:
         """Return the feedback that came after a row was trained."""
@@ -287,7 +290,8 @@ class RowIndex:
         for path in self._answers:
             if lines := list(read_lines(path, _answer_row, about["answers"].get(path.name, 0))):
                 about["answers"][path.name] = lines[-1][0]
-                rows = pa.Table.from_pylist([{**row, "file": path.name} for _, row in lines if row], _ANSWER)
+                last = {row["experience_id"]: {**row, "file": path.name} for _, row in lines if row}
+                rows = pa.Table.from_pylist([*last.values()], _ANSWER)
                 self._write(about, set(), answers=rows)
         with self.cursor() as connection:
             sql = "select distinct {0} from answers where {0} is not null order by 1 limit 50"

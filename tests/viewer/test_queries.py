@@ -418,6 +418,17 @@ async def test_the_first_question_and_the_last_answer_of_a_row_are_listed(tmp_pa
     ]
 
 
+async def test_of_an_answer_that_a_resumed_run_writes_again_the_last_line_counts(copied: Path) -> None:
+    task = Task.create("test", "What is two and two?", "4")
+    writer, client = UnstoredAnswers(copied / "words", "explorer-0"), Client(copied)
+    for written in (["Three", "Four"], ["Five"]):  # before the file is read for the first time, and after it
+        for text in written:
+            await writer.add_evaluated([task], [Attempt(task.id, 0, 1.0, response=text, versions=(9,))], 0.5)
+        [row] = (await client.rows(group_status="evaluation"))["rows"]
+        shown = await client.ask("row", run="words", id=row["experience_id"])
+        assert row["answer"] == shown["turns"][-1]["content"] == text and len(shown["group"]) == 1
+
+
 async def test_answers_that_the_buffer_did_not_store_are_found_with_their_reason(copied: Path) -> None:
     task = Task.create("test", "What is two and two?", "4")
     rows = [replace(row, turns=({"role": "assistant", "content": SCRIPT},)) for row in group(7)]
