@@ -54,7 +54,7 @@ class RunRows:
         rows = read_shown(archive, self._most)
         shown = (row for row in rows if row[2].turns and row[2].turns[-1].get("role") == "assistant")
         groups = groupby(shown, key=lambda row: row[:2])
-        return [ShownGroup(*ids, tuple(answer for *_, answer in rows)) for ids, rows in groups]
+        return [ShownGroup(group, task, tuple(answer for *_, answer in rows)) for (group, task), rows in groups]
 
     def find(self, experience_id: str) -> ShownAnswer:
         """Return a row. Raises DataError if there is none."""
