@@ -21,6 +21,7 @@ from rayrft.config.base import Section
 from rayrft.core import launch
 from rayrft.errors import ConfigError, NotReproduced, nearest
 from rayrft.monitor.records import EvaluationRecord, read_records
+from rayrft.monitor.report import format_table
 from rayrft.registry import Registry
 
 RECIPES = Path("jobs/recipes")
@@ -138,14 +139,7 @@ def table(recipe: Recipe, seeds: Sequence[int], columns: Mapping[str, Sequence[f
         verdict = "outside" if _outside(name, recipe.bands[name], values) else "in"
         numbers = [f"{value:.3f}" for value in (*values, sum(values) / len(values))]
         lines.append([name, *numbers, f"{low:g} to {high:g}", verdict])
-    return _aligned(lines)
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(each.ljust(width) for each, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    return format_table(lines)
 
 
 def _outside(name: str, band: tuple[float, float], values: Sequence[float]) -> str:
@@ -189,7 +183,8 @@ def _list(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError("there is no such folder", "run the command in a checkout", field="jobs/recipes")
     recipes = {file.stem: read_recipe(file) for file in sorted(folder.glob("*.yaml"))}
-    say(_aligned([[name, *recipe.cells] for name, recipe in recipes.items()]) + "\n")
+    about = [[name, *recipe.cells] for name, recipe in recipes.items()]
+    say(format_table([["recipe", "claim", "cost", "source of the band"], *about]) + "\n")
     results = list(_results(folder / _RESULTS))
     releases = list(dict.fromkeys(each["release"] for each in results))
     lines = [["", "band", *releases]]
@@ -202,7 +197,7 @@ def _list(folder: Path) -> None:
             }
             means = [f"{sum(latest[each]) / len(latest[each]):.3f}" if each in latest else "-" for each in releases]
             lines.append([f"{name}: {figure}", f"{low:g} to {high:g}", *means])
-    say(_aligned(lines))
+    say(format_table(lines))
 
 
 def _results(file: Path) -> Iterator[dict[str, Any]]:

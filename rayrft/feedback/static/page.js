@@ -1,6 +1,6 @@
 // The page: shows one item at a time, and sends what a person says of it. Text of a model goes through textContent only.
 
-import { above, keycap, make, picture, run, text, turn } from "./base.js";
+import { above, keycap, login as enter, make, picture, run, text, turn } from "./base.js";
 import * as store from "./store.js";
 
 const $ = (id) => document.getElementById(id);
@@ -114,16 +114,10 @@ const number = (value) => (value === null ? "unknown" : String(Math.round(value 
 
 const fillVerdict = () => {
   const tables = item.answers.map((answer, at) => {
-    const rows = [["reward", number(answer.reward)]];
-    for (const [name, value] of Object.entries(answer.components)) rows.push([name, number(value)]);
-    if (answer.reason) rows.push(["reason", answer.reason]);
-    if (answer.stop_reason) rows.push(["ended by", answer.stop_reason]);
-    const table = make("table");
-    for (const [name, value] of rows) {
-      table.append(make("tr", {}, make("th", { scope: "row", textContent: name }), make("td", { textContent: value })));
-    }
+    const parts = Object.entries(answer.components).map(([name, value]) => [name, number(value)]);
+    const told = [["reason", answer.reason], ["ended by", answer.stop_reason]].filter(([, value]) => value);
     const title = item.answers.length > 1 ? `Reward of answer ${LETTERS[at]}` : "The reward's verdict";
-    return [make("p", { className: "role", textContent: title }), table];
+    return [make("p", { className: "role", textContent: title }), rows([["reward", number(answer.reward)], ...parts, ...told])];
   });
   $("verdict").replaceChildren(...tables.flat());
 };
@@ -496,24 +490,8 @@ const step = (by) => {
 
 // Dialogs
 
-let loggingIn = null;
-const login = (problem = "") => {
-  loggingIn ??= new Promise((done) => {
-    const { person, key: known } = store.me();
-    $("login-name").value = person;
-    $("login-key").value = problem ? "" : known;
-    $("login-problem").textContent = problem;
-    $("login").addEventListener("cancel", (event) => event.preventDefault());
-    $("login").onsubmit = () => {
-      store.setMe({ person: $("login-name").value.trim(), key: $("login-key").value.trim() });
-      loggingIn = null;
-      done();
-    };
-    $("login").showModal();
-    $(person ? "login-key" : "login-name").focus();
-  });
-  return loggingIn;
-};
+const login = (problem = "") =>
+  enter(problem, { title: "Who are you?", lead: "Your name stands beside what you say of answers.", named: true });
 
 const showHelp = () => {
   const rows = [
@@ -543,12 +521,8 @@ const showHelp = () => {
 };
 
 const rows = (entries) => {
-  const table = make("table");
-  for (const [name, value] of entries) {
-    const cells = [make("th", { scope: "row", textContent: name }), make("td", { textContent: String(value) })];
-    table.append(make("tr", {}, ...cells));
-  }
-  return table;
+  const cells = ([name, value]) => [make("th", { scope: "row", textContent: name }), make("td", { textContent: String(value) })];
+  return make("table", {}, ...entries.map((entry) => make("tr", {}, ...cells(entry))));
 };
 
 const showStats = async () => {

@@ -3,7 +3,7 @@
 
 import { read, write } from "./base.js";
 
-export { ask, me, Refused, setMe, takeKey, Unreachable } from "./base.js";
+export { ask, me, Refused, takeKey, Unreachable } from "./base.js";
 
 export const view = () => read("view", "one");
 export const setView = (value) => write("view", value);

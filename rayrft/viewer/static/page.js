@@ -1,7 +1,7 @@
 // The page: its address says which view is shown of what, so that every link can be sent. Views are modules with
-// `show(state, main)`, which draws, and may return a function that draws again after a change of files.
+// `draw(state, main, current)`, which is called again after a change of files unless the view is `still`.
 
-import { ask, make, me, Refused, setMe, takeKey } from "./base.js";
+import { ask, login, make, me, Refused, takeKey } from "./base.js";
 import * as advice from "./views/advice.js";
 import * as before from "./views/before.js";
 import * as experiences from "./views/experiences.js";
@@ -28,25 +28,12 @@ export const go = (values, { replace = false } = {}) => {
   history[replace ? "replaceState" : "pushState"](null, "", address(values));
   show();
 };
+export const change = (values, options) => go({ ...state(), ...values }, options);
+export const changeHere = (values) => change(values, { replace: true });
+export const pick = (from, names) => Object.fromEntries(names.filter((name) => from[name]).map((name) => [name, from[name]]));
 export const link = (values, ...children) => make("a", { href: address(values) }, ...children);
 
 // Requests
-
-let loggingIn = null;
-const login = (problem) => {
-  loggingIn ??= new Promise((done) => {
-    $("login-key").value = "";
-    $("login-problem").textContent = problem;
-    $("login").oncancel = (event) => event.preventDefault();
-    $("login").onsubmit = () => {
-      setMe({ ...me(), key: $("login-key").value.trim() });
-      loggingIn = null;
-      done();
-    };
-    $("login").showModal();
-  });
-  return loggingIn;
-};
 
 export const query = async (name, values, options) => {
   for (;;) {
@@ -56,7 +43,7 @@ export const query = async (name, values, options) => {
       return found;
     } catch (error) {
       if (!(error instanceof Refused) || error.status !== 401) throw error;
-      await login(me().key ? error.message : "");
+      await login(me().key ? error.message : "", { lead: "The command that serves this page says where its key is." });
     }
   }
 };
@@ -89,9 +76,10 @@ const show = async () => {
   if (name !== "experiences") closeDrawer();
   $("main").setAttribute("aria-busy", "true");
   try {
-    const again = await keepingFocus(() => VIEWS[name].show(asked, $("main"), () => mine === shown));
+    const draw = () => keepingFocus(() => VIEWS[name].draw(state(), $("main"), () => mine === shown));
+    await draw();
     if (mine !== shown) return;
-    redraw = () => keepingFocus(again);
+    redraw = VIEWS[name].still ? () => {} : draw;
   } catch (error) {
     if (mine === shown) problem(error);
   }
@@ -100,12 +88,11 @@ const show = async () => {
 
 // What is drawn again has the focus where it was; while something is typed into a field, nothing is.
 const keepingFocus = async (draw) => {
-  const result = await draw();
+  await draw();
   const label = focused;
   if (label && document.activeElement === document.body) {
     $("main").querySelector(`[aria-label="${CSS.escape(label)}"]`)?.focus({ preventScroll: true });
   }
-  return result;
 };
 let focused = null;
 addEventListener("focusin", ({ target }) => (focused = target.getAttribute("aria-label")));

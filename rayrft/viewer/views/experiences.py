@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi.responses import Response
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, create_model
 
 from rayrft.errors import DataError
 from rayrft.experience import Experience, from_batch, rewards_by_token
@@ -30,31 +30,17 @@ _TEXTS = (*CHOICES, "task_id", "group_id")
 _Number = Annotated[float | None, BeforeValidator(lambda value: None if value == "" else value)]
 
 
-class RowsRequest(RunRequest):
-    """Parameters of ``rows``: ranges with both ends, values, a text in question or answer, and a condition in SQL."""
-
-    min_reward: _Number = None
-    max_reward: _Number = None
-    min_tokens: _Number = None
-    max_tokens: _Number = None
-    min_staleness: _Number = None
-    max_staleness: _Number = None
-    min_version: _Number = None
-    max_version: _Number = None
-    min_step: _Number = None
-    max_step: _Number = None
-    source: str = ""
-    status: str = ""
-    stop_reason: str = ""
-    group_status: str = ""
-    drop_reason: str = ""
-    task_id: str = ""
-    group_id: str = ""
-    text: str = Field("", max_length=400)
-    where: str = Field("", max_length=2000)
-    sort: str = Field("-finished_at", pattern=f"^-?({'|'.join(_SORTS)})$")
-    offset: int = Field(0, ge=0)
-    limit: int = Field(50, ge=1, le=200)
+_PARAMETERS: dict[str, Any] = {
+    **{f"{end}_{name}": (_Number, None) for name in _RANGES for end in ("min", "max")},
+    **{name: (str, "") for name in _TEXTS},
+    "text": (str, Field("", max_length=400)),
+    "where": (str, Field("", max_length=2000)),
+    "sort": (str, Field("-finished_at", pattern=f"^-?({'|'.join(_SORTS)})$")),
+    "offset": (int, Field(0, ge=0)),
+    "limit": (int, Field(50, ge=1, le=200)),
+}
+RowsRequest = create_model("RowsRequest", __base__=RunRequest, **_PARAMETERS)
+"""Parameters of ``rows``: ranges with both ends, values, a text in question or answer, and a condition in SQL."""
 
 
 class RowRequest(RunRequest):
@@ -69,7 +55,7 @@ class ImageRequest(RowRequest):
     number: int = Field(ge=0)
 
 
-def _rows(runs: Runs, asked: RowsRequest) -> dict[str, Any]:
+def _rows(runs: Runs, asked: Any) -> dict[str, Any]:
     import duckdb
 
     index = runs.get(asked.run).rows

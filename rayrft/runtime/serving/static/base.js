@@ -70,6 +70,37 @@ export const takeKey = () => {
   }
 };
 
+// Asks for the key, and for a name where pages have `title` and `lead` for it; all calls wait for one dialog.
+let entering = null;
+export const login = (problem, { title = "Key", lead, named = false }) => {
+  entering ??= new Promise((done) => {
+    const { person, key: known } = me();
+    const name = make("input", { id: "login-name", autocomplete: "username", maxLength: 64, required: named, value: person });
+    const secret = make("input", { id: "login-key", type: "password", autocomplete: "current-password", required: !named, value: problem ? "" : known });
+    const form = make(
+      "form",
+      { method: "dialog" },
+      make("h2", { id: "login-title", textContent: title }),
+      make("p", { textContent: lead }),
+      ...(named ? [make("label", {}, "Name ", name)] : []),
+      make("label", {}, "Key ", secret),
+      make("p", { id: "login-problem", role: "alert", textContent: problem }),
+      make("button", { type: "submit", className: "primary", textContent: "Open" }),
+    );
+    const dialog = make("dialog", { id: "login", "aria-labelledby": "login-title", oncancel: (event) => event.preventDefault() }, form);
+    form.onsubmit = () => {
+      setMe({ person: name.value.trim(), key: secret.value.trim() });
+      entering = null;
+      dialog.remove();
+      done();
+    };
+    document.body.append(dialog);
+    dialog.showModal();
+    (named && !person ? name : secret).focus();
+  });
+  return entering;
+};
+
 export class Refused extends Error {
   constructor(status, message) {
     super(message);

@@ -2,7 +2,7 @@
 
 import { make } from "../base.js";
 import { pill, soft } from "../draw.js";
-import { link, query, state } from "../page.js";
+import { link, query } from "../page.js";
 import { notices } from "./experiences.js";
 
 const KINDS = { run: ["the run itself", "bad"], data: ["data and rewards", "warn"], setting: ["setting", "calm"] };
@@ -23,16 +23,11 @@ const card = (each, run) =>
     ),
   );
 
-export const show = async (asked, main, current) => {
-  const draw = async () => {
-    const { run } = state();
-    const found = await query("advice", { run });
-    if (!current()) return;
-    const text = found.steps < 10 ? "After ten steps there is advice." : NOTHING;
-    const cards = found.advisories.map((each) => card(each, run));
-    const first = cards.length ? soft("The first cause first: a run that is sick hides what its numbers say of data and settings.") : "";
-    main.replaceChildren(...notices(found.log), first, ...(cards.length ? cards : [make("p", { className: "empty", textContent: text })]));
-  };
-  await draw();
-  return draw;
+export const draw = async ({ run }, main, current) => {
+  const found = await query("advice", { run });
+  if (!current()) return;
+  const text = found.steps < 10 ? "After ten steps there is advice." : NOTHING;
+  const cards = found.advisories.map((each) => card(each, run));
+  const first = cards.length ? soft("The first cause first: a run that is sick hides what its numbers say of data and settings.") : "";
+  main.replaceChildren(...notices(found.log), first, ...(cards.length ? cards : [make("p", { className: "empty", textContent: text })]));
 };

@@ -26,17 +26,18 @@ const report = async (run, name) => {
   return [...(found.problem ? [make("p", { className: "problem", textContent: found.problem })] : []), ...tables(found.rows)];
 };
 
-export const show = async (asked, main, current) => {
-  const plan = await report(asked.run, "plan");
+export const still = true; // it is of the config, which does not change
+
+export const draw = async ({ run }, main, current) => {
+  const plan = await report(run, "plan");
   if (!current()) return;
   const machines = make("section", {});
   const examine = make("button", { type: "button", textContent: "Examine the machines" });
   examine.onclick = async () => {
     examine.disabled = true;
     machines.replaceChildren(soft("This takes about ten seconds."));
-    machines.replaceChildren(...(await report(asked.run, "doctor")));
+    machines.replaceChildren(...(await report(run, "doctor")));
     examine.disabled = false;
   };
   main.replaceChildren(make("h2", { textContent: "Plan" }), soft("Memory on GPUs of 80 GB, and what a day of steps writes to the disk: rayrft plan"), ...plan, make("h2", { textContent: "Doctor" }), make("div", { className: "controls" }, examine), machines);
-  return () => {};
 };

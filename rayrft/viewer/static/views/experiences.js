@@ -2,7 +2,7 @@
 
 import { make, picture, text, turn } from "../base.js";
 import { colour, field, input, listing, number, pages, percent, pill, select, soft } from "../draw.js";
-import { go, link, query, state } from "../page.js";
+import { change, changeHere, link, pick, query } from "../page.js";
 
 const RANGES = { reward: "reward", tokens: "tokens", staleness: "staleness", version: "version", step: "trained in step" };
 const CHOICES = { group_status: "group", source: "source", stop_reason: "ended by", status: "status", drop_reason: "dropped for" };
@@ -14,8 +14,6 @@ const COLOURINGS = { logprob: "log-prob", advantage: "reward − group mean", ga
 
 let opened = null; // whether the person has opened or closed the filters
 
-const pick = (from, names) => Object.fromEntries(names.filter((name) => from[name]).map((name) => [name, from[name]]));
-const set = (values, options) => go({ ...state(), ...values }, options);
 
 // The value of a reward as a colour, of the rewards that are shown.
 const rewardChip = (reward) => {
@@ -24,7 +22,7 @@ const rewardChip = (reward) => {
 };
 
 const filters = (now, choices) => {
-  const to = (name) => (value) => set({ [name]: value, offset: "" });
+  const to = (name) => (value) => change({ [name]: value, offset: "" });
   const range = (name, label) => {
     const end = (of) => input(`${of} ${label}`, now[`${of}_${name}`] ?? "", to(`${of}_${name}`), { type: "number", step: "any", placeholder: of });
     return make("div", { className: "field" }, make("span", { textContent: label }), make("div", { className: "ends" }, end("min"), end("max")));
@@ -56,7 +54,7 @@ const filters = (now, choices) => {
 };
 
 const listed = (row, now) => {
-  const open = () => set({ id: row.experience_id });
+  const open = () => change({ id: row.experience_id });
   const question = link({ ...now, id: row.experience_id }, make("span", { className: "asked", textContent: row.question ?? "" }), make("span", { className: "said", textContent: row.answer ?? row.error ?? "" }));
   const line = make(
     "tr",
@@ -85,7 +83,7 @@ const table = (found, now) => {
   const heads = ["reward", "group", "step", "tokens", "stale", "version", "question and answer"];
   const lines = found.rows.map((row) => listed(row, now));
   const first = Number(now.offset ?? 0);
-  return [listing(heads, lines), pages("rows", first, lines.length, found.count, PAGE, (to) => set({ offset: to }))];
+  return [listing(heads, lines), pages("rows", first, lines.length, found.count, PAGE, (to) => change({ offset: to }))];
 };
 
 // One row
@@ -180,7 +178,7 @@ const tokens = (row, now) => {
   return make(
     "section",
     { className: "strip" },
-    make("div", { className: "controls" }, make("h2", { textContent: `Tokens${more}` }), select("colour", mode, names, (chosen) => set({ colour: chosen }, { replace: true })), readout),
+    make("div", { className: "controls" }, make("h2", { textContent: `Tokens${more}` }), select("colour", mode, names, (chosen) => changeHere({ colour: chosen })), readout),
     strip,
     make("p", { className: "soft", textContent: `Faint tokens were given, the model wrote the others.${none}${notice}` }),
   );
@@ -218,7 +216,7 @@ const detail = async (now, drawer, current) => {
   drawer.hidden = !now.id;
   document.body.classList.toggle("with-drawer", Boolean(now.id));
   if (!now.id) return drawer.replaceChildren();
-  const close = make("button", { type: "button", className: "quiet", textContent: "×", "aria-label": "Close", onclick: () => set({ id: "" }) });
+  const close = make("button", { type: "button", className: "quiet", textContent: "×", "aria-label": "Close", onclick: () => change({ id: "" }) });
   const bar = make("div", { className: "title" }, make("h1", { textContent: now.id, title: now.id }), close);
   try {
     const row = await query("row", { run: now.run, id: now.id });
@@ -232,23 +230,18 @@ const detail = async (now, drawer, current) => {
   }
 };
 
-export const show = async (asked, main, current) => {
+export const draw = async (now, main, current) => {
   const drawer = document.getElementById("drawer");
-  const draw = async () => {
-    const now = state();
-    const shown = detail(now, drawer, current);
-    try {
-      const found = await query("rows", { run: now.run, limit: PAGE, ...pick(now, FILTERS) });
-      if (!current()) return;
-      const { reward, groups, tokens: length, staleness } = found.means;
-      const mean = `${number(found.count)} rows in ${number(groups)} groups · mean reward ${number(reward)} · ${number(length)} tokens · staleness ${number(staleness)}`;
-      main.replaceChildren(...notices(found.log), ...filters(now, found.log.choices ?? {}), make("p", { className: "mean", textContent: mean }), ...table(found, now));
-    } catch (error) {
-      if (!current()) return;
-      main.replaceChildren(make("p", { className: "problem", textContent: error.message }), ...filters(now, {}));
-    }
-    await shown;
-  };
-  await draw();
-  return draw;
+  const shown = detail(now, drawer, current);
+  try {
+    const found = await query("rows", { run: now.run, limit: PAGE, ...pick(now, FILTERS) });
+    if (!current()) return;
+    const { reward, groups, tokens: length, staleness } = found.means;
+    const mean = `${number(found.count)} rows in ${number(groups)} groups · mean reward ${number(reward)} · ${number(length)} tokens · staleness ${number(staleness)}`;
+    main.replaceChildren(...notices(found.log), ...filters(now, found.log.choices ?? {}), make("p", { className: "mean", textContent: mean }), ...table(found, now));
+  } catch (error) {
+    if (!current()) return;
+    main.replaceChildren(make("p", { className: "problem", textContent: error.message }), ...filters(now, {}));
+  }
+  await shown;
 };

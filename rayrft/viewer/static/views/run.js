@@ -2,7 +2,7 @@
 
 import { make } from "../base.js";
 import { AXES, chart, duration, metric, number, pill, select, smoothed, smoothing, soft, steps, summary } from "../draw.js";
-import { go, link, query, state } from "../page.js";
+import { changeHere, go, link, query } from "../page.js";
 
 // A chart: title, fields with their names, and how it is drawn.
 const CHARTS = [
@@ -57,7 +57,7 @@ const timeChart = (columns, x, options) => {
 const accuracyChart = (found, options) => {
   const { evaluations, columns } = found;
   if (!evaluations.length) return null;
-  const axis = state().axis ?? "step";
+  const axis = options.xname;
   const at = new Map(columns.step.map((step, place) => [step, columns[axis][place]]));
   const where = (each) => (axis === "step" ? each.step : (at.get(each.step) ?? 0));
   const xs = [...new Set(evaluations.map(where))].sort((a, b) => a - b);
@@ -118,53 +118,47 @@ const marksOf = (run, axis) => {
     .map((mark) => ({ ...mark, text: mark.kind === "stage" ? mark.stage : mark.text }));
 };
 
-export const show = async (asked, main, current) => {
-  const draw = async () => {
-    const now = state();
-    const run = await query("run", { run: now.run });
-    if (!current()) return;
-    const axis = now.axis ?? "step";
-    const weight = Number(now.smooth ?? 0);
-    const starts = [...run.stage_starts, ["", Infinity]];
-    const at = starts.findIndex(([name]) => name && name === now.stage);
-    const within = at < 0 ? () => true : (step) => step >= starts[at][1] && step < starts[at + 1][1];
-    const kept = (run.columns.step ?? []).map(within);
-    const columns = Object.fromEntries(Object.entries(run.columns).map(([name, y]) => [name, y.filter((_, place) => kept[place])]));
-    run.columns = columns;
-    run.evaluations = run.evaluations.filter(({ step }) => at < 0 || within(step) || step === starts[at][1] - 1);
-    const x = columns[axis] ?? [];
-    const half = (run.mean_of - 1) / 2; // the last point may be of fewer steps
-    const onpick = (at) => {
-      const first = Math.round(Math.max(columns.step[at] - half, (columns.step[at - 1] ?? -Infinity) + half + 1));
-      go({ view: "experiences", run: now.run, min_step: first, max_step: Math.round(2 * columns.step[at]) - first });
-    };
-    const options = { marks: marksOf(run, axis), sync: "steps", xname: axis, onpick };
-    const charts = CHARTS.map(([title, kind]) => {
-      if (kind === "accuracy") return accuracyChart(run, options);
-      if (!x.length) return null;
-      if (kind === "time") return timeChart(columns, x, options);
-      const lines = series(kind, columns).filter(([, y]) => has(y));
-      if (!lines.length) return null;
-      const drawn = lines.flatMap(([name, y], at) =>
-        weight ? [{ name, y, colour: at, kind: "raw" }, { name, y: smoothed(y, weight), colour: at }] : [{ name, y, colour: at }],
-      );
-      return chart(title, x, drawn, options);
-    }).filter(Boolean);
-    const set = (values) => go({ ...state(), ...values }, { replace: true });
-    const note = run.mean_of > 1 ? `Each point is the mean of ${run.mean_of} steps. ` : "";
-    const controls = make(
-      "div",
-      { className: "controls" },
-      select("over", axis, AXES, (value) => set({ axis: value })),
-      ...(run.stage_starts.length > 1 ? [select("stage", now.stage ?? "", [["", "all"], ...run.stage_starts.map(([name]) => [name, name])], (value) => set({ stage: value }))] : []),
-      smoothing(weight, (value) => set({ smooth: value })),
-      make("p", { className: "soft", textContent: `${note}Click at a step to see its rows; drag to zoom, double-click to zoom out.` }),
-    );
-    const nothing = make("p", { className: "empty", textContent: "The run has not written a step yet." });
-    const wasOpen = main.querySelector("details.events")?.open;
-    main.replaceChildren(head(run), controls, make("section", { className: "charts" }, ...(charts.length ? charts : [nothing])), events(run));
-    if (wasOpen !== undefined) main.querySelector("details.events").open = wasOpen;
+export const draw = async (now, main, current) => {
+  const run = await query("run", { run: now.run });
+  if (!current()) return;
+  const axis = now.axis ?? "step";
+  const weight = Number(now.smooth ?? 0);
+  const starts = [...run.stage_starts, ["", Infinity]];
+  const at = starts.findIndex(([name]) => name && name === now.stage);
+  const within = at < 0 ? () => true : (step) => step >= starts[at][1] && step < starts[at + 1][1];
+  const kept = (run.columns.step ?? []).map(within);
+  const columns = Object.fromEntries(Object.entries(run.columns).map(([name, y]) => [name, y.filter((_, place) => kept[place])]));
+  run.columns = columns;
+  run.evaluations = run.evaluations.filter(({ step }) => at < 0 || within(step) || step === starts[at][1] - 1);
+  const x = columns[axis] ?? [];
+  const half = (run.mean_of - 1) / 2; // the last point may be of fewer steps
+  const onpick = (at) => {
+    const first = Math.round(Math.max(columns.step[at] - half, (columns.step[at - 1] ?? -Infinity) + half + 1));
+    go({ view: "experiences", run: now.run, min_step: first, max_step: Math.round(2 * columns.step[at]) - first });
   };
-  await draw();
-  return draw;
+  const options = { marks: marksOf(run, axis), sync: "steps", xname: axis, onpick };
+  const charts = CHARTS.map(([title, kind]) => {
+    if (kind === "accuracy") return accuracyChart(run, options);
+    if (!x.length) return null;
+    if (kind === "time") return timeChart(columns, x, options);
+    const lines = series(kind, columns).filter(([, y]) => has(y));
+    if (!lines.length) return null;
+    const drawn = lines.flatMap(([name, y], at) =>
+      weight ? [{ name, y, colour: at, kind: "raw" }, { name, y: smoothed(y, weight), colour: at }] : [{ name, y, colour: at }],
+    );
+    return chart(title, x, drawn, options);
+  }).filter(Boolean);
+  const note = run.mean_of > 1 ? `Each point is the mean of ${run.mean_of} steps. ` : "";
+  const controls = make(
+    "div",
+    { className: "controls" },
+    select("over", axis, AXES, (value) => changeHere({ axis: value })),
+    ...(run.stage_starts.length > 1 ? [select("stage", now.stage ?? "", [["", "all"], ...run.stage_starts.map(([name]) => [name, name])], (value) => changeHere({ stage: value }))] : []),
+    smoothing(weight, (value) => changeHere({ smooth: value })),
+    make("p", { className: "soft", textContent: `${note}Click at a step to see its rows; drag to zoom, double-click to zoom out.` }),
+  );
+  const nothing = make("p", { className: "empty", textContent: "The run has not written a step yet." });
+  const wasOpen = main.querySelector("details.events")?.open;
+  main.replaceChildren(head(run), controls, make("section", { className: "charts" }, ...(charts.length ? charts : [nothing])), events(run));
+  if (wasOpen !== undefined) main.querySelector("details.events").open = wasOpen;
 };

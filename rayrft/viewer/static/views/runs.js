@@ -2,7 +2,7 @@
 
 import { make } from "../base.js";
 import { AXES, chart, duration, metric, number, select, smoothed, smoothing, soft, sparkline, steps, summary } from "../draw.js";
-import { go, link, query, state } from "../page.js";
+import { changeHere, link, query } from "../page.js";
 
 const last = (values) => values.filter((each) => each !== null).at(-1) ?? null;
 
@@ -32,38 +32,32 @@ const comparison = async (asked, chosen) => {
     return weight ? [{ ...smooth, y: spread(y), kind: "raw" }, smooth] : smooth;
   });
   const means = found.curves.filter(({ mean_of: count }) => count > 1).map(({ run, mean_of: count }) => `${count} steps of ${run}`).join(", ");
-  const set = (values) => go({ ...state(), ...values }, { replace: true });
   const controls = make(
     "div",
     { className: "controls" },
-    select("metric", metric, (found.metrics.length ? found.metrics : [metric]).map((each) => [each, each]), (value) => set({ metric: value })),
-    select("over", axis, AXES, (value) => set({ axis: value })),
-    smoothing(weight, (value) => set({ smooth: value })),
+    select("metric", metric, (found.metrics.length ? found.metrics : [metric]).map((each) => [each, each]), (value) => changeHere({ metric: value })),
+    select("over", axis, AXES, (value) => changeHere({ axis: value })),
+    smoothing(weight, (value) => changeHere({ smooth: value })),
     soft(means ? `A point is the mean of ${means}.` : ""),
   );
   return make("section", { className: "compare" }, controls, chart(`${metric} over ${axis}`, xs, series, { height: 300, xname: axis }));
 };
 
-export const show = async (asked, main, current) => {
-  const draw = async () => {
-    const now = state();
-    const found = await query("runs", {});
-    if (!current()) return;
-    const names = found.runs.map(({ run }) => run);
-    const first = found.runs.filter(({ reward }) => reward.length).slice(0, 3).map(({ run }) => run);
-    const chosen = "compare" in now ? now.compare.split(",").filter((each) => names.includes(each)) : first;
-    const cards = found.runs.map((run) =>
-      card(run, chosen, () => {
-        const left = chosen.filter((each) => each !== run.run);
-        const next = left.length < chosen.length ? left : [...chosen, run.run];
-        go({ ...state(), compare: next.length ? next.join(",") : "," }, { replace: true });
-      }),
-    );
-    const compared = chosen.length ? await comparison(now, chosen) : "";
-    if (!current()) return;
-    const empty = make("p", { className: "empty", textContent: `There are no runs in ${found.storage}.` });
-    main.replaceChildren(compared, make("section", { className: "runs" }, ...(cards.length ? cards : [empty])));
-  };
-  await draw();
-  return draw;
+export const draw = async (now, main, current) => {
+  const found = await query("runs", {});
+  if (!current()) return;
+  const names = found.runs.map(({ run }) => run);
+  const first = found.runs.filter(({ reward }) => reward.length).slice(0, 3).map(({ run }) => run);
+  const chosen = "compare" in now ? now.compare.split(",").filter((each) => names.includes(each)) : first;
+  const cards = found.runs.map((run) =>
+    card(run, chosen, () => {
+      const left = chosen.filter((each) => each !== run.run);
+      const next = left.length < chosen.length ? left : [...chosen, run.run];
+      changeHere({ compare: next.length ? next.join(",") : "," });
+    }),
+  );
+  const compared = chosen.length ? await comparison(now, chosen) : "";
+  if (!current()) return;
+  const empty = make("p", { className: "empty", textContent: `There are no runs in ${found.storage}.` });
+  main.replaceChildren(compared, make("section", { className: "runs" }, ...(cards.length ? cards : [empty])));
 };

@@ -2,7 +2,7 @@
 
 import { make } from "../base.js";
 import { chart, field, input, listing, number, pages, percent, select, soft, sparkline } from "../draw.js";
-import { go, link, query, state } from "../page.js";
+import { change, link, pick, query } from "../page.js";
 import { notices } from "./experiences.js";
 
 const WHICH = { all: "All", solved: "Solved", unsolved: "Never solved", unlearned: "Unlearned" };
@@ -10,15 +10,13 @@ const SORTS = [["-tries", "tries ↓"], ["tries", "tries ↑"], ["rate", "pass r
 const NAMES = ["which", "sort", "least", "before", "after", "span", "text", "offset"];
 const PAGE = 50;
 
-const set = (values) => go({ ...state(), ...values });
-
 const controls = (now, found) => {
   const tabs = Object.entries(WHICH).map(([name, label]) => {
-    const button = make("button", { type: "button", onclick: () => set({ which: name, offset: "", sort: name === "unlearned" ? "change" : "" }) }, label, make("small", { textContent: number(found.counts[name]) }));
+    const button = make("button", { type: "button", onclick: () => change({ which: name, offset: "", sort: name === "unlearned" ? "change" : "" }) }, label, make("small", { textContent: number(found.counts[name]) }));
     button.setAttribute("aria-pressed", String((now.which ?? "all") === name));
     return button;
   });
-  const to = (name) => (value) => set({ [name]: value, offset: "" });
+  const to = (name) => (value) => change({ [name]: value, offset: "" });
   const amount = (name, label, value, step) => field(label, input(label, value, to(name), { type: "number", step }));
   return [
     make("div", { className: "segments", role: "group", "aria-label": "Which tasks" }, ...tabs),
@@ -56,23 +54,17 @@ const line = (task, now) =>
     make("td", { className: "what" }, link({ view: "experiences", run: now.run, task_id: task.task_id }, make("span", { className: "asked", textContent: task.question ?? "" }), soft(task.task_id))),
   );
 
-export const show = async (asked, main, current) => {
-  const draw = async () => {
-    const now = state();
-    const given = Object.fromEntries(NAMES.filter((name) => now[name]).map((name) => [name, now[name]]));
-    const found = await query("tasks", { run: now.run, limit: PAGE, ...given });
-    if (!current()) return;
-    const heads = ["passes", "over versions", "tries", `v${found.before} → v${found.after}`, "task"];
-    const first = Number(now.offset ?? 0);
-    const rows = listing(heads, found.tasks.map((task) => line(task, now)));
-    main.replaceChildren(
-      ...notices(found.log),
-      curve(found),
-      ...controls(now, found),
-      rows,
-      pages("tasks", first, found.tasks.length, found.counts[now.which ?? "all"], PAGE, (to) => set({ offset: to })),
-    );
-  };
-  await draw();
-  return draw;
+export const draw = async (now, main, current) => {
+  const found = await query("tasks", { run: now.run, limit: PAGE, ...pick(now, NAMES) });
+  if (!current()) return;
+  const heads = ["passes", "over versions", "tries", `v${found.before} → v${found.after}`, "task"];
+  const first = Number(now.offset ?? 0);
+  const rows = listing(heads, found.tasks.map((task) => line(task, now)));
+  main.replaceChildren(
+    ...notices(found.log),
+    curve(found),
+    ...controls(now, found),
+    rows,
+    pages("tasks", first, found.tasks.length, found.counts[now.which ?? "all"], PAGE, (to) => change({ offset: to })),
+  );
 };

@@ -2,13 +2,12 @@
 
 import { make } from "../base.js";
 import { colour, css, duration, field, input, listing, number, percent, soft } from "../draw.js";
-import { go, link, query, state } from "../page.js";
+import { change, link, pick, query } from "../page.js";
 
 const [TITLE, BAR, GAP, PAD] = [15, 20, 9, 1]; // pixels of a lane
 const IDLE = new Set(["wait", "lease", "admission"]); // nobody works
 const FIXED = { rollout: 0, generate: 0, train: 1, reward: 3, score: 3, sync: 2, send: 2, receive: 2, operators: 4, store: 5 };
 
-const set = (values, options) => go({ ...state(), ...values }, options);
 const seconds = (value) => (value < 0.001 ? `${number(1e6 * value)} µs` : value < 1 ? `${number(1e3 * value)} ms` : value < 100 ? `${number(value)} s` : duration(value));
 
 const palette = () => {
@@ -134,10 +133,10 @@ const drawing = (found, of) => {
   canvas.onpointerup = () => {
     const [from, to] = [...selected].sort((a, b) => a - b);
     selected = null;
-    if (to - from > 4) set({ start: at(from), end: at(to), first: "", last: "" });
+    if (to - from > 4) change({ start: at(from), end: at(to), first: "", last: "" });
     else draw();
   };
-  canvas.ondblclick = () => set({ start: "", end: "" });
+  canvas.ondblclick = () => change({ start: "", end: "" });
   new ResizeObserver(draw).observe(canvas);
   const names = new Set(found.lanes.flatMap((lane) => Object.keys(lane.names)));
   const head = make("figcaption", {}, make("b", { textContent: seconds(span) }), readout);
@@ -147,10 +146,10 @@ const drawing = (found, of) => {
 const controls = (found) => {
   const count = found.last - found.first + 1;
   const width = found.end - found.start;
-  const steps = (first) => set({ first: Math.max(first, 0), last: Math.max(first, 0) + count - 1, start: "", end: "" });
-  const zoom = (by) => set({ start: found.start + (width * (1 - by)) / 2, end: found.end - (width * (1 - by)) / 2, first: "", last: "" });
+  const steps = (first) => change({ first: Math.max(first, 0), last: Math.max(first, 0) + count - 1, start: "", end: "" });
+  const zoom = (by) => change({ start: found.start + (width * (1 - by)) / 2, end: found.end - (width * (1 - by)) / 2, first: "", last: "" });
   const button = (name, label, onclick, disabled = false) => make("button", { type: "button", textContent: name, "aria-label": label, title: label, onclick, disabled });
-  const number_ = (name) => field(`${name} step`, input(`${name} step`, found[name], (value) => set({ [name]: value, start: "", end: "" }), { type: "number", min: 0, step: 1 }));
+  const number_ = (name) => field(`${name} step`, input(`${name} step`, found[name], (value) => change({ [name]: value, start: "", end: "" }), { type: "number", min: 0, step: 1 }));
   return make(
     "div",
     { className: "controls" },
@@ -160,7 +159,7 @@ const controls = (found) => {
     button("→", "Steps after", () => steps(found.first + count), found.last >= found.newest),
     button("+", "Zoom in", () => zoom(0.5)),
     button("−", "Zoom out", () => zoom(2)),
-    button("Latest", "The latest steps", () => set({ first: "", last: "", start: "", end: "" })),
+    button("Latest", "The latest steps", () => change({ first: "", last: "", start: "", end: "" })),
     soft("Drag to zoom, double-click to zoom out. A bar is as high as its load. rayrft trace writes this for Perfetto."),
   );
 };
@@ -175,25 +174,19 @@ const busy = (found) => {
   return listing(["lane", "activity", "of the time", "seconds", "at once, in the mean"], lines);
 };
 
-export const show = async (asked, main, current) => {
-  const draw = async () => {
-    const now = state();
-    const given = Object.fromEntries(["first", "last", "start", "end"].filter((name) => now[name]).map((name) => [name, now[name]]));
-    const found = await query("timeline", { run: now.run, ...given });
-    if (!current()) return;
-    const of = palette();
-    const nothing = found.traced ? "Nothing was recorded in this time." : "The run writes no traces: monitor.trace is false, or another release wrote it.";
-    const wasOpen = main.querySelector("details.busy")?.open ?? false;
-    const joined = found.joined ? [make("p", { className: "notice", textContent: `Spans that are less than ${seconds(found.joined)} apart are joined; zoom in to see them.` })] : [];
-    main.replaceChildren(
-      controls(found),
-      ...(found.steps.length ? totals(found, of) : []),
-      ...joined,
-      ...(found.lanes.length || found.steps.length ? [drawing(found, of)] : [make("p", { className: "empty", textContent: nothing })]),
-      ...(found.steps.length ? [critical(found, now.run, of)] : []),
-      make("details", { className: "busy", open: wasOpen }, make("summary", { textContent: "Lanes as numbers" }), busy(found)),
-    );
-  };
-  await draw();
-  return draw;
+export const draw = async (now, main, current) => {
+  const found = await query("timeline", { run: now.run, ...pick(now, ["first", "last", "start", "end"]) });
+  if (!current()) return;
+  const of = palette();
+  const nothing = found.traced ? "Nothing was recorded in this time." : "The run writes no traces: monitor.trace is false, or another release wrote it.";
+  const wasOpen = main.querySelector("details.busy")?.open ?? false;
+  const joined = found.joined ? [make("p", { className: "notice", textContent: `Spans that are less than ${seconds(found.joined)} apart are joined; zoom in to see them.` })] : [];
+  main.replaceChildren(
+    controls(found),
+    ...(found.steps.length ? totals(found, of) : []),
+    ...joined,
+    ...(found.lanes.length || found.steps.length ? [drawing(found, of)] : [make("p", { className: "empty", textContent: nothing })]),
+    ...(found.steps.length ? [critical(found, now.run, of)] : []),
+    make("details", { className: "busy", open: wasOpen }, make("summary", { textContent: "Lanes as numbers" }), busy(found)),
+  );
 };
