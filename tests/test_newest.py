@@ -17,10 +17,10 @@ from tests.conftest import ROOT
 from tests.newest import environment, version
 
 INTEGRATIONS = {
-    "openai": ["tests/endpoint/test_api.py"],
+    "openai": ["tests/endpoint/test_api.py", "tests/endpoint/test_refusals.py"],
     "anthropic": ["tests/endpoint/test_anthropic.py"],
     "trl": ["tests/data/test_layouts.py", "tests/rewards/test_functions.py"],
-    "mcp": ["tests/explorer/test_tools.py"],
+    "mcp": ["tests/explorer/test_mcp_servers.py"],
     "gymnasium": ["tests/explorer/test_environments.py"],
     "openenv": ["tests/explorer/test_environments.py"],
     "wandb": ["tests/monitor/test_sinks.py"],

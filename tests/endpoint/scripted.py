@@ -26,6 +26,12 @@ from rayrft.explorer.engines.exchange import INTERRUPTED, Chunk, Completion, Req
 from rayrft.runtime.serving import key_digest
 
 MODEL, KEY, MAX_LENGTH = "policy", "sk-secret", 120
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": USER}
 
 
 class Policy:
