@@ -98,6 +98,14 @@ def without_waits_for_room() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from tests.browser import launched
+
+    with launched() as started:
+        yield started
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model with its tokenizer, for spelling tasks."""

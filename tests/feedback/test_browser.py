@@ -1,131 +1,17 @@
-"""The page in a real browser: every action by mouse and by keyboard, and what happens when something breaks."""
+"""The page in a real browser: every action by mouse and by keyboard."""
 
 from __future__ import annotations
 
 import base64
-import json
-import shutil
-import socket
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
 
-from rayrft.feedback.items import ShownGroup
-from rayrft.feedback.journal import FILE, read_journal
-from rayrft.feedback.judgements import Judgement, JudgementAdded, JudgementUndone
-from tests.feedback.scripted import KEY, ScriptedRows, group, page
+from tests.browser import expect, needs_chromium
+from tests.feedback.people import Arrive, Serve, said, spoken
+from tests.feedback.scripted import KEY, ScriptedRows, group
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra 'test'")
-expect = playwright.expect
-expect.set_options(timeout=30_000)
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="needs Chromium: apt-get install chromium, which tests/run.sh does where it may"
-)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        yield started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-
-
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """A function that serves a page of a running run, with its journal in ``tmp_path``; gives its address."""
-    (tmp_path / "running").touch()
-    ends: list[Callable[[], None]] = []
-
-    def start(*groups: ShownGroup, **settings: Any) -> str:
-        listening = socket.create_server(("127.0.0.1", 0))
-        app = page(tmp_path, list(groups), **settings).app()
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-
-        def end() -> None:
-            server.should_exit = True
-            thread.join()
-
-        ends.append(end)
-        return f"http://127.0.0.1:{listening.getsockname()[1]}/"
-
-    yield start
-    for end in ends:
-        end()
-
-
-class Person:
-    """Someone with a window of the page open, who has come by the link with the key."""
-
-    def __init__(self, browser: Any, url: str, name: str = "Ann", *, key: str = KEY, **context: Any) -> None:
-        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **context})
-        self.context.set_default_timeout(30_000)
-        self.window = self.context.new_page()
-        self.errors: list[str] = []
-        self.window.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.window.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
-        self.window.goto(f"{url}#key={key}")
-        self.window.fill("#login-name", name)
-        self.window.press("#login-name", "Enter")
-
-    def key(self, *keys: str) -> None:
-        for each in keys:
-            self.window.keyboard.press(each)
-
-    def click(self, selector: str) -> None:
-        self.window.click(selector)
-
-    def see(self, selector: str) -> Any:
-        return expect(self.window.locator(selector))
-
-    def ready(self) -> None:
-        """Wait until answers are there to be judged."""
-        self.see("#main").to_have_attribute("aria-busy", "false")
-        self.see("#answers .answer >> nth=0").to_be_visible()
-
-    @property
-    def shown(self) -> list[str]:
-        """The ids of the answers that are shown."""
-        self.ready()
-        return [card.get_attribute("data-id") for card in self.window.locator("#answers .answer").all()]
-
-    def saved(self, count: int) -> None:
-        """Wait until so many judgements of the person count, and the next item is there."""
-        expect(self.window.locator("#person")).to_contain_text(f"· {count}")
-        self.see("#main").to_have_attribute("aria-busy", "false")
-
-    def leave(self) -> None:
-        self.context.close()
-        assert self.errors == []
-
-
-Serve, Arrive = Callable[..., str], Callable[..., Person]
-
-
-@pytest.fixture
-def arrive(browser: Any) -> Iterator[Callable[..., Person]]:
-    people: list[Person] = []
-
-    def come(*args: Any, **kwargs: Any) -> Person:
-        people.append(Person(browser, *args, **kwargs))
-        return people[-1]
-
-    yield come
-    for person in people:
-        person.leave()
-
-
-def said(folder: Path) -> list[Judgement]:
-    return [entry.judgement for entry in read_journal(folder / FILE) if isinstance(entry, JudgementAdded)]
-
-
-def spoken(count: int) -> list[ShownGroup]:
-    return [group(f"g{number}", f"First {number}.", f"Second {number}.", f"Third {number}.") for number in range(count)]
+pytestmark = needs_chromium
 
 
 ACTIONS = {
@@ -164,7 +50,7 @@ def test_every_action_by_mouse_and_by_keyboard(by: str, serve: Serve, arrive: Ar
 
     def write(text: str) -> None:
         """Type into the text that has the focus, and leave it."""
-        person.window.keyboard.insert_text(text)
+        person.write(text)
         person.key("Escape")
 
     # One answer.
@@ -274,7 +160,7 @@ def test_enter_saves_whatever_was_clicked_before(serve: Serve, arrive: Arrive, t
     person.click(ACTIONS["score"][0])
     person.saved(5)
     person.see("#hint").to_contain_text("1 is 0, 5 is 1")
-    expect(person.window.get_by_role("button", name="Pair 4", exact=True)).to_be_visible()
+    expect(person.page.get_by_role("button", name="Pair 4", exact=True)).to_be_visible()
     person.key("a")
     person.click('[data-view="pair"]')
     person.see("main.pair[aria-busy=false]").to_be_visible()
@@ -292,63 +178,24 @@ def test_enter_saves_whatever_was_clicked_before(serve: Serve, arrive: Arrive, t
     person.see("#toast").to_have_text("Saved.")
 
 
-@pytest.mark.slow  # on a loaded machine the browser sometimes lets a request pass that the test wants to hold
-@pytest.mark.parametrize("way", ["hangs", "is gone"])
-def test_a_server_that_does_not_answer_is_asked_again(way: str, browser: Any, serve: Serve, tmp_path: Path) -> None:
-    person = Person(browser, serve(*spoken(2)))
-    person.window.clock.install()
-    person.window.reload()
-    person.ready()
-    person.window.evaluate(
-        """AbortSignal.timeout = (ms) => {  // by the clock of the test
-        const ends = new AbortController(); setTimeout(() => ends.abort(), ms); return ends.signal; }"""
-    )
-    held: list[Any] = []
-
-    def hold(route: Any) -> None:
-        if held:
-            route.continue_()
-        elif way == "is gone":
-            route.abort()
-        held.append(route)
-
-    person.window.route("**/v1/judge", hold)
-    with person.window.expect_request("**/v1/judge"):
-        person.key("5", "c")
-        person.window.keyboard.insert_text("typed before")
-        person.key("Control+Enter")
-    person.see("#main").to_have_js_property("inert", True)
-    person.window.keyboard.type("lost")
-    if way == "hangs":
-        person.window.clock.run_for(3000)
-    person.see("#offline").to_contain_text("The server does not answer")
-    with person.window.expect_response("**/v1/judge"):
-        person.window.clock.run_for(12_600)
-    person.see("#offline").to_be_hidden()
-    person.saved(1)
-    person.see("#comment").to_have_value("")
-    assert [(each.score, each.comment) for each in said(tmp_path)] == [(5, "typed before")]
-    person.context.close()
-
-
 def test_keys_in_a_text_are_text_and_focused_buttons_act(serve: Serve, arrive: Arrive, tmp_path: Path) -> None:
     person = arrive(serve(*spoken(2)))
     person.ready()
     person.key("c")
-    person.window.keyboard.type("s z 1?")
+    person.page.keyboard.type("s z 1?")
     person.see("#comment").to_have_value("s z 1?")
     person.key("Control+Enter")
     person.saved(1)
     assert said(tmp_path)[-1].comment == "s z 1?" and said(tmp_path)[-1].score is None
     person.key("5")
-    person.window.focus("#comment")
+    person.page.focus("#comment")
     for _ in range(20):
         person.key("Tab")
-        if person.window.evaluate("document.activeElement.id") == "skip":
+        if person.page.evaluate("document.activeElement.id") == "skip":
             break
     person.key("Enter")
     person.see("#undo").to_be_enabled()
-    expect(person.window.locator('[data-choice="score:5"]')).to_have_attribute("aria-pressed", "false")
+    person.see('[data-choice="score:5"]').to_have_attribute("aria-pressed", "false")
     assert [each.skipped for each in said(tmp_path)] == [False, True]
 
 
@@ -364,7 +211,7 @@ def test_two_people_see_different_answers_or_are_told(serve: Serve, arrive: Arri
     ann.key("z")
     [shown] = ann.shown
     # Bob comes to the same answer by a request of his own, as a window would whose lease was lost.
-    bob.window.evaluate(
+    bob.page.evaluate(
         """([item, key]) => fetch("v1/judge", {method: "POST", headers: {Authorization: `Bearer ${key}`},
         body: JSON.stringify({id: "0123456789", person: "Bob", item: `one:${item}`, rows: [item], score: 5})})""",
         [shown, KEY],
@@ -381,23 +228,23 @@ def test_what_is_typed_is_there_after_a_reload(serve: Serve, arrive: Arrive) -> 
     person = arrive(serve(*spoken(5)))
     before = person.shown
     person.key("2", "Shift+Digit1", "c")
-    person.window.keyboard.insert_text("half a thought")
+    person.write("half a thought")
     person.key("Escape", "e")
-    person.window.keyboard.insert_text(" and more")
+    person.write(" and more")
     person.key("Escape", "e")
     person.see("#answers textarea").to_have_count(0)
-    person.window.reload()
+    person.page.reload()
     person.ready()
     person.key("e")
     person.see("#answers textarea").to_have_value(f"{_text_of(before[0])} and more")
-    person.window.reload()
+    person.page.reload()
     assert person.shown == before
     person.see("#comment").to_have_value("half a thought")
     person.see("#answers textarea").to_have_value(f"{_text_of(before[0])} and more")
     person.see('[data-choice="score:2"]').to_have_attribute("aria-pressed", "true")
     person.see('[data-label="polite"]').to_have_attribute("aria-pressed", "true")
     person.see("#toast").to_have_text("What you typed here before is back.")
-    assert "key" not in person.window.url, "the key does not stay in the address"
+    assert "key" not in person.page.url, "the key does not stay in the address"
     person.key("Enter")
     person.saved(1)
 
@@ -405,77 +252,6 @@ def test_what_is_typed_is_there_after_a_reload(serve: Serve, arrive: Arrive) -> 
 def _text_of(row: str) -> str:
     name, _, at = row.partition("/")
     return f"{('First', 'Second', 'Third')[int(at)]} {name[1:]}."
-
-
-@pytest.mark.slow  # on a loaded machine the browser sometimes lets a request pass that the test wants to hold
-@pytest.mark.parametrize("way", ["the server is away", "the answer is late", "the answer is lost"])
-def test_what_is_taken_back_before_the_server_has_answered_is_not_said_and_what_is_typed_then_stays(
-    way: str, browser: Any, serve: Serve, tmp_path: Path
-) -> None:
-    person = Person(browser, serve(*spoken(3)))
-    first = person.shown
-    away, held = [True], list[Any]()
-
-    def hold(route: Any) -> None:
-        if not away:
-            route.continue_()
-        elif way == "the answer is late" and not held:
-            held.append((route, route.fetch()))
-        elif way == "the answer is lost":
-            route.fetch()
-            route.abort()
-        else:
-            route.abort()
-
-    person.window.route("**/v1/judge", hold)
-    with person.window.expect_request("**/v1/judge"):
-        person.key("5", "Enter")
-    while way == "the answer is late" and not held:
-        person.window.wait_for_timeout(10)
-    person.key("z")
-    assert person.shown == first
-    person.key("c")
-    person.window.keyboard.insert_text("on second thoughts")
-    person.key("Escape")
-    with person.window.expect_response("**/v1/undo"):
-        away.clear()
-        for route, answer in held:
-            route.fulfill(response=answer)
-    assert person.shown == first
-    person.see("#comment").to_have_value("on second thoughts")
-    person.see('[data-choice="score:5"]').to_have_attribute("aria-pressed", "true")
-    expect(person.window.locator("#person")).to_contain_text("· 0")
-    person.key("2", "Enter")
-    person.saved(1)
-    last = said(tmp_path)[-1]
-    assert (list(last.rows), last.score, last.comment) == (first, 2, "on second thoughts")
-    undone = {entry.id for entry in read_journal(tmp_path / FILE) if isinstance(entry, JudgementUndone)}
-    assert undone == {each.id for each in said(tmp_path)[:-1]} and person.shown != first
-    person.context.close()
-
-
-@pytest.mark.slow  # on a loaded machine the browser sometimes lets a request pass that the test wants to hold
-def test_an_undo_that_is_asked_for_twice_takes_one_judgement_back(browser: Any, serve: Serve, tmp_path: Path) -> None:
-    person = Person(browser, serve(*spoken(3)))
-    person.ready()
-    for count in (1, 2):
-        second = person.shown
-        person.key("5", "Enter")
-        person.saved(count)
-    lost: list[Any] = []
-
-    def lose(route: Any) -> None:
-        lost.append(route.fetch())
-        route.abort()
-        person.window.unroute("**/v1/undo")
-
-    person.window.route("**/v1/undo", lose)
-    person.key("z")
-    person.see("#toast").to_have_text("Undone.")
-    expect(person.window.locator("#person")).to_contain_text("· 1")
-    assert person.shown == second and len(lost) == 1
-    assert sum(isinstance(entry, JudgementUndone) for entry in read_journal(tmp_path / FILE)) == 1
-    person.context.close()
 
 
 def test_text_of_a_model_is_never_run(serve: Serve, arrive: Arrive) -> None:
@@ -494,41 +270,12 @@ def test_text_of_a_model_is_never_run(serve: Serve, arrive: Arrive) -> None:
         person.key("1", "Enter")
         person.saved(number + 1)
     person.see("#empty").to_be_visible()
-    assert person.window.evaluate("window.pwned") is None
-    assert person.window.locator("main img, main script, dialog img").count() == 0
-    ran = person.window.evaluate(
+    assert person.page.evaluate("window.pwned") is None
+    assert person.page.locator("main img, main script, dialog img").count() == 0
+    ran = person.page.evaluate(
         "() => { try { document.body.innerHTML += '<i>x</i>'; return true; } catch { return false; } }"
     )
     assert not ran, "the policy would stop it, too"
-    person.errors.clear()
-
-
-def test_a_wrong_key_is_said_and_the_right_one_opens(serve: Serve, arrive: Arrive) -> None:
-    person = arrive(serve(*spoken(1)), key="sk-wrong")
-    person.see("#login-problem").to_have_text("Incorrect API key provided.")
-    assert person.window.locator("#answers .answer").count() == 0
-    person.window.fill("#login-key", KEY)
-    person.key("Enter")
-    person.ready()
-    person.errors.clear()  # the browser writes each 401 to its console
-
-
-def test_what_the_server_does_not_take_is_not_lost(serve: Serve, arrive: Arrive, tmp_path: Path) -> None:
-    person = arrive(serve(*spoken(2)))
-    [shown] = person.shown
-    person.window.route(
-        "**/v1/judge", lambda route: route.fulfill(status=404, body=json.dumps({"error": {"message": "It is gone."}}))
-    )
-    person.key("c")
-    person.window.keyboard.insert_text("a long thought")
-    person.key("Control+Enter")
-    person.see("#toast").to_contain_text("Not taken: It is gone.")
-    person.key("i")
-    person.see("#stats-body").to_contain_text("a long thought")
-    person.key("Escape")
-    person.see("#stats").to_be_hidden()
-    assert said(tmp_path) == [] and person.shown == [shown]
-    person.see("#comment").to_have_value("a long thought")
     person.errors.clear()
 
 
@@ -549,16 +296,16 @@ def test_on_a_phone_everything_is_in_reach_of_a_thumb(serve: Serve, arrive: Arri
         serve(group("g", "x" * 300, "```\n" + "y" * 300 + "\n```", "third"), *spoken(1200), levels=9), **phone
     )
     for view in ("one", "pair", "group"):
-        person.window.tap(f'[data-view="{view}"]')
+        person.page.tap(f'[data-view="{view}"]')
         person.see(f'[data-view="{view}"]').to_have_attribute("aria-pressed", "true")
         person.ready()
-        assert person.window.evaluate("document.documentElement.scrollWidth") == 390, "nothing is beside the window"
-        for button in person.window.locator("#dock button").all():
+        assert person.page.evaluate("document.documentElement.scrollWidth") == 390, "nothing is beside the window"
+        for button in person.page.locator("#dock button").all():
             box = button.bounding_box()
             assert box["height"] >= 44 and box["width"] >= 44 and box["x"] >= 0 and box["x"] + box["width"] <= 390
             assert box["y"] + box["height"] <= 780
-    person.window.tap('[data-choice="rank:0"]')
-    person.window.tap('[data-choice="rank:1"]')
+    person.page.tap('[data-choice="rank:0"]')
+    person.page.tap('[data-choice="rank:1"]')
     person.see(".place").to_have_count(3)
-    person.window.tap("#save")
+    person.page.tap("#save")
     person.saved(1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
 from rayrft.config import RunConfig
 from rayrft.config.serve import ViewerConfig
@@ -26,37 +23,19 @@ from rayrft.explorer.unstored import UnstoredAnswers
 from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import Viewer
 from rayrft.viewer.folders import Reports
+from tests import browser
+from tests.browser import expect, needs_chromium
 from tests.viewer.recorded import FILTERS, GROUPS, KEY, ROWS, SCRIPT, RecordedRun, stretch
 from tests.viewer.sick import sick_run
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra 'test'")
-expect = playwright.expect
-expect.set_options(timeout=30_000)
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="needs Chromium: apt-get install chromium, which tests/run.sh does where it may"
-)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        yield started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+pytestmark = needs_chromium
 
 
 @contextmanager
 def served(storage: Path, reports: Reports | None = None) -> Iterator[str]:
-    """The address of a viewer over a storage, in a thread."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    app = Viewer(storage, ViewerConfig(), (key_digest(KEY),), reports=reports).app()
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, args=([listening],))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
-    finally:
-        server.should_exit = True
-        thread.join()
+    """The address of a viewer over a storage."""
+    with browser.served(Viewer(storage, ViewerConfig(), (key_digest(KEY),), reports=reports).app()) as address:
+        yield address
 
 
 def plan(config: RunConfig) -> list[Any]:
@@ -77,30 +56,15 @@ def url(storage: Path) -> Iterator[str]:
         yield address
 
 
-class Window:
-    """A window of the page, opened by a link with the key."""
+class Window(browser.Window):
+    """A window of the viewer, opened by a link with the key."""
 
-    def __init__(self, browser: Any, url: str, query: str = "", *, key: str = KEY, **context: Any) -> None:
-        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **context})
-        self.context.set_default_timeout(30_000)
-        self.page, self.url = self.context.new_page(), url
-        self.errors: list[str] = []
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
-        self.page.goto(f"{url}{query}#key={key}")
+    def __init__(self, *given: Any, key: str = KEY, **context: Any) -> None:
+        super().__init__(*given, key=key, **context)
 
     def open(self, query: str) -> None:
         self.page.goto(f"{self.url}{query}")
         self.ready()
-
-    def ready(self) -> None:
-        expect(self.page.locator("#main")).to_have_attribute("aria-busy", "false")
-
-    def see(self, selector: str) -> Any:
-        return expect(self.page.locator(selector))
-
-    def click(self, selector: str) -> None:
-        self.page.click(selector)
 
     @property
     def overflow(self) -> int:
@@ -121,8 +85,7 @@ def opened(browser: Any, url: str) -> Iterator[Open]:
 
     yield come
     for window in windows:
-        window.context.close()
-        assert window.errors == []
+        window.leave()
 
 
 @pytest.mark.parametrize("width", [1280, 390])
