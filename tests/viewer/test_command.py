@@ -33,6 +33,25 @@ def test_it_serves_until_it_is_interrupted_and_only_with_its_key(storage: Path, 
         assert viewer.wait(60) == 128 + signal.SIGINT
 
 
+READS = """
+import sys
+from pathlib import Path
+from rayrft.config import load_folder_config
+from rayrft.feedback.run_rows import RunRows
+from rayrft.viewer.index import RowIndex
+
+folder = Path(sys.argv[1])
+index = RowIndex(folder)
+index.update(60.0)
+assert index.about()["rows"] and RunRows(folder, load_folder_config(folder), "", None, 9, "edited").groups()
+assert "torch" not in sys.modules
+"""
+
+
+def test_pages_read_a_run_without_torch_which_takes_a_second_to_import(storage: Path, cache: Path) -> None:
+    subprocess.run([sys.executable, "-c", READS, str(storage / "words")], check=True)
+
+
 def test_what_it_cannot_serve_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
