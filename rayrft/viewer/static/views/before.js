@@ -15,9 +15,8 @@ const cell = (value) => {
 
 // Rows of different kinds are different tables.
 const tables = (rows) => {
-  const kinds = new Map();
-  for (const row of rows) kinds.set(Object.keys(row).join(), [...(kinds.get(Object.keys(row).join()) ?? []), row]);
-  return [...kinds.values()].map((of) => listing(Object.keys(of[0]).map((name) => name.replaceAll("_", " ")), of.map((row) => make("tr", {}, ...Object.values(row).map((value) => make("td", { className: typeof value === "number" ? "num" : "" }, cell(value)))))));
+  const kinds = Object.groupBy(rows, (row) => Object.keys(row).join());
+  return Object.values(kinds).map((of) => listing(Object.keys(of[0]).map((name) => name.replaceAll("_", " ")), of.map((row) => make("tr", {}, ...Object.values(row).map((value) => make("td", { className: typeof value === "number" ? "num" : "" }, cell(value)))))));
 };
 
 const LIMIT_MS = 120_000; // a model of a hub is asked for again and again
