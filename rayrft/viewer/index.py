@@ -68,6 +68,7 @@ create view experiences as select * from answers where place > {_UNSTORED};
 """
 """Answers are the experiences, which are rows of the log, and answers that the Buffer did not store."""
 _READ = f"""
+delete from rows where place < {_UNSTORED} and experience_id in (select experience_id from new_rows);
 insert into rows by name select new_rows.* exclude (weight_versions) replace (left(error, {_SHOWN}) as error,
     coalesce(len(images), 0) as images),
     list_min(list_transform(weight_versions, lambda span: span.version)) as version,
@@ -79,9 +80,11 @@ delete from rows where place < {_UNSTORED} and experience_id in (select experien
 insert into rows by name select * replace (left(question, {_SHOWN}) as question, left(answer, {_SHOWN}) as answer),
     {_UNSTORED} - (hash(group_id) % {1 << 32})::bigint - 1 as place, count(*) over of_group as group_rows,
     avg(reward) over of_group as group_reward, stddev_pop(reward) over of_group as group_deviation
-from new_answers window of_group as (partition by group_id)
+from new_answers where not exists (select 1 from rows where experience_id = new_answers.experience_id)
+window of_group as (partition by group_id)
 """
-"""Of an answer that is written again, as steps are repeated after a resume, the last line counts."""
+"""Of an answer that is written again, as steps are repeated after a resume, the row of the log counts, or the last
+line."""
 _MOVE = """
 delete from rows where place in (select place from places except select place from new_places);
 update rows set group_status = changed.group_status, step = changed.step, uses = changed.uses,

@@ -429,6 +429,22 @@ async def test_of_an_answer_that_a_resumed_run_writes_again_the_last_line_counts
         assert row["answer"] == shown["turns"][-1]["content"] == text and len(shown["group"]) == 1
 
 
+async def test_a_dropped_group_that_a_resumed_run_stores_is_shown_as_it_is_in_the_log(tmp_path: Path) -> None:
+    run, rows = RecordedRun(tmp_path), group(5, 3)
+    writer, client = UnstoredAnswers(tmp_path / "words", "explorer-0"), Client(tmp_path)
+
+    async def statuses() -> list[str]:
+        return [row["group_status"] for row in (await client.rows(group_id=rows[0].group_id))["rows"]]
+
+    for status in ("dropped", "ready"):  # lines that come after the group was stored are left out, too
+        await writer.add_dropped(Task.create("test", "How many?", "4"), rows, Counter(late=1))
+        assert await statuses() == [status] * 3
+        if status == "dropped":
+            run.buffer.put([(rows, None)])
+            assert await statuses() == ["ready"] * 3
+    run.close()
+
+
 async def test_answers_that_the_buffer_did_not_store_are_found_with_their_reason(copied: Path) -> None:
     task = Task.create("test", "What is two and two?", "4")
     rows = [replace(row, turns=({"role": "assistant", "content": SCRIPT},)) for row in group(7)]
