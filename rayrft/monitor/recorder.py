@@ -103,7 +103,7 @@ class Recorder:
         followers. Raises StorageError if the summary cannot be written."""
         try:
             await self.save(summary)
-            await asyncio.to_thread(self._sinks.close, self.config.monitor.stall_s)
+            await asyncio.to_thread(self._sinks.close, summary.status == "failed", self.config.monitor.stall_s)
             await self._note_failed_sinks(step=self.totals.step)
             self.file.append()  # what is late
         finally:

@@ -45,11 +45,12 @@ _PATIENCE_S = 60.0
 
 
 class Sink(Protocol):
-    """A destination of records; ``close`` flushes. Its methods are called in one thread, in order, and may block."""
+    """A destination of records; ``close`` flushes, and gets whether the run failed. Its methods are called in one
+    thread, in order, and may block."""
 
     def write(self, record: Record) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, failed: bool) -> None: ...
 
 
 sinks: Registry[Callable[[RunConfig], Sink]] = Registry("sink", alike=True)
@@ -109,10 +110,10 @@ class Sinks:
         del self._failures[: len(found)]
         return found
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, failed: bool, timeout_s: float) -> None:
         """Close the sinks once they have all records; those that take longer, or `_PATIENCE_S`, have failed."""
         timeout_s = min(timeout_s, _PATIENCE_S)
-        closing = [each.start(lambda sink: sink.close(), last=True) for each in self._open]
+        closing = [each.start(lambda sink: sink.close(failed), last=True) for each in self._open]
         wait(filter(None, closing), timeout_s)
         for each, done in zip(self._open, closing, strict=True):
             if done is not None and not done.done():
@@ -286,7 +287,7 @@ class RayMetrics:
             elif value > 0:
                 self._get(Counter, name, tags).inc(value, tags)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """End the gauges."""
         self._closed.set()
 
@@ -319,7 +320,7 @@ class TensorBoard:
         if isinstance(record, NoteRecord):
             self._writer.add_text("note", record.text, record.step)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._writer.close()
 
 
@@ -354,8 +355,8 @@ class Wandb:
 
         self._run.log({"train/rows": wandb.Table(columns, rows), "train/step": step})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 @register_sink("mlflow")
@@ -396,8 +397,8 @@ class Mlflow:
         table = {"step": [step] * len(rows), **dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True))}
         self._client.log_table(self._run, table, "rows.json")
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run)
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
 
 
 @register_sink("trackio")
@@ -414,7 +415,7 @@ class Trackio:
         if values := scalars(record):
             self._run.log(values, step=record.step)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._run.finish()
 
 

@@ -81,7 +81,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exported]:
 def sink(tmp_path: Path, exported: Exported) -> Iterator[RayMetrics]:
     sink = RayMetrics(run_folder(tmp_path, "run"))
     yield sink
-    sink.close()
+    sink.close(failed=False)
 
 
 def test_the_readme_lists_every_name_and_counters_are_named_as_such(sink: RayMetrics, exported: Exported) -> None:
@@ -123,7 +123,7 @@ def test_gauges_are_exported_between_records_until_the_sink_is_closed(sink: RayM
         exported.values.clear()
         assert exported.all(sink)["rayrft_train_reward"] == 0.5
     [thread] = [each for each in threading.enumerate() if each.name == "ray-metrics" and each not in others]
-    sink.close()
+    sink.close(failed=False)
     thread.join(60)
     assert not thread.is_alive()
 
@@ -147,7 +147,7 @@ def test_limits_are_those_of_the_config_and_of_its_changes(
         sink.write(NoteRecord("mix", 0, 1.0, f"{key}: … -> {new}", {"key": key, "old": 0, "new": new}))
     found = exported.all(sink)
     assert (found["rayrft_limit_staleness"], found["rayrft_limit_stall_seconds"]) == (3, 60.0)
-    sink.close()
+    sink.close(failed=False)
 
 
 def test_every_number_of_a_step_has_a_metric() -> None:

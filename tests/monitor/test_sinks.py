@@ -71,9 +71,10 @@ def test_an_evaluation_that_ends_after_later_steps_arrives_and_a_resumed_run_is_
     for record in (step(step=1), step(step=5), evaluation("mix", 2, 50, step=2), step(step=6)):
         sink.write(record)
     sink.write_rows(6, ["id", "reward"], [["0/1", 0.5], ["0/2", None]])
-    sink.close()
+    sink.close(failed=True)
     wandb.teardown()  # its process writes the rest of the file
     [file] = config.folder.glob("wandb/offline-run-*/*.wandb")
+    assert [record.exit.exit_code for record in records(file) if record.HasField("exit")] == [1]
     logged = [
         {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         for record in records(file)
@@ -109,7 +110,7 @@ class Listed:
     def write(self, record: RunRecord) -> None:
         self.got.append(record)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self.got.append("closed")
 
 
@@ -154,7 +155,7 @@ class NeverTakes(Blocks):
 class CannotEnd(Listed):
     """Its server is away at the end."""
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         raise OSError("no route to host")
 
 
@@ -163,7 +164,7 @@ class NeverEnds(Listed):
 
     answers = threading.Event()
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self.answers.wait(60)
 
 
@@ -335,11 +336,11 @@ def test_mlflow_has_every_number_at_its_step_and_a_resumed_run_is_the_same_one(
             sink.write(step(step=number, reward=number / 4))
         sink.write(evaluation("mix", 2, 50, step=2))
         sink.write_rows(numbers[-1], ["id", "reward"], [["0/1", 0.5], ["0/2", None]])
-        sink.close()
+        sink.close(failed=numbers == (6,))
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{config.folder}/mlflow.db")
     experiment = client.get_experiment_by_name("rayrft")
     [run] = client.search_runs([experiment.experiment_id])
-    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert (run.info.run_name, run.info.status) == ("run", "FAILED")
     rewards = client.get_metric_history(run.info.run_id, "train/reward")
     assert [(each.step, each.value) for each in rewards] == [(1, 0.25), (5, 1.25), (6, 1.5)]
     assert run.data.metrics["eval/accuracy_t0"] == 0.5
@@ -362,7 +363,7 @@ def test_trackio_has_every_number_at_its_step_and_a_resumed_run_is_the_same_one(
         sink = Trackio(config)
         for number in numbers:
             sink.write(step(step=number, reward=number / 4))
-        sink.close()
+        sink.close(failed=False)
     [file] = (tmp_path / "trackio").glob("*.db")
     rows = sqlite3.connect(file).execute("select run_name, step, metrics from metrics order by step").fetchall()
     found = [(name, at, json.loads(metrics)["train/reward"]) for name, at, metrics in rows]
