@@ -160,7 +160,7 @@ def check_sessions(config: RunConfig) -> None:
 
 
 def check_derived(config: RunConfig) -> None:
-    """Check what stages need from other sections: a reference that LoRA can refresh, an answer length, a critic."""
+    """Check what stages need from other sections, such as a critic, and that they use what the trainer is given."""
     for stage in config.stages:
         field = f"stages.{stage.name}"
         if config.trainer.lora is not None and stage.update.reference_refresh:
@@ -169,6 +169,12 @@ def check_derived(config: RunConfig) -> None:
         if config.mode == "train" and "answer_length" in stage.algorithm.build().needs:
             problem, remedy = "is required in mode 'train'", "give the length of the longest sampled answer, in tokens"
             raise invalid(f"{field}.algorithm.constant_length", problem, remedy)
+        if config.trainer.router_loss and stage.trains_reward_model:
+            problem, remedy = f"is not used by {stage.name!r}, a reward model's stage", "remove it, or split the run"
+            raise invalid("trainer.router_loss", problem, remedy, value=config.trainer.router_loss)
+    if config.stages and all(stage.trains_reward_model for stage in config.stages) and config.trainer.head_chunk:
+        problem = "is not used: a reward model computes no logits of tokens"
+        raise invalid("trainer.head_chunk", problem, "remove it", value=config.trainer.head_chunk)
     needed = config.buffer.needs_scores and config.buffer.sampler.score == "td_error"
     if needed and not any("critic" in stage.algorithm.build().needs for stage in config.stages):
         remedy = "use algorithm ppo, or score reward_deviation or failure"

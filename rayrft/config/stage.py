@@ -115,6 +115,12 @@ class StageConfig(Section):
             if need in needs and not count:
                 problem = f"leaves no {kind} rows in the batch, and mu is {algorithm.mu():g}"
                 raise invalid("expert_share", problem, "change it, or mu", value=self._share)
+        if self.demonstrations and not self.expert_rows:
+            problem = f"is not used: {name} has no expert rows"
+            raise invalid("demonstrations", problem, "remove it", value=self.demonstrations)
+        if not self.usual_rows and self.group_size != type(self).model_fields["group_size"].default:
+            problem = f"is not used: {name} samples no answers"
+            raise invalid("group_size", problem, "remove it", value=self.group_size)
         if self.groups and self.group_size == 1 and algorithm.compares_answers:
             problem = f"must be at least 2: advantage {algorithm.advantage!r} compares the answers to a task"
             remedy = "raise it, or use an advantage of single answers (remax, reinforce_pp, gae)"

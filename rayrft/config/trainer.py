@@ -79,7 +79,7 @@ class TrainerConfig(Section):
     """Largest number of these returns since the run was started or resumed; one more ends the run. Each is also one of
     ``restarts.per_hour``."""
     router_loss: float = Field(0.0, ge=0)
-    """Mixtures of experts: the weight of the loss that balances their load (Fedus et al. 2021, arXiv:2101.03961, eq. 4
+    """Policies with experts: the weight of the loss that balances their load (Fedus et al. 2021, arXiv:2101.03961, eq. 4
     to 6), the mean over the micro-batches of an update. It is not part of the loss that is reported."""
     lora: LoraConfig | None = None
     """Train only an adapter. Every stage starts a new one, on its initial weights with their adapter merged."""
@@ -96,6 +96,9 @@ class TrainerConfig(Section):
             raise invalid("replicas", problem, "give the number of nodes, or 1", value=self.replicas)
         if self.router_loss and self.lora is not None:
             raise invalid("router_loss", "is not used with an adapter, which leaves routers as they are", "remove it")
+        if self.not_finite != "rollback" and self.rollbacks != type(self).model_fields["rollbacks"].default:
+            problem, remedy = "is only used with not_finite: rollback", "set it, or remove rollbacks"
+            raise invalid("rollbacks", problem, remedy, value=self.rollbacks)
 
 
 @dataclass(frozen=True)

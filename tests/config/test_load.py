@@ -151,6 +151,39 @@ def test_a_bad_value_is_named(override: dict[str, Any], field: str, value: tuple
         load_config(base(), override)
 
 
+SFT = {"name": "sft", "algorithm": {"name": "sft"}, "steps": 1, "batch_size": 8, "demonstrations": "expert"}
+REWARDS = {"name": "r", "algorithm": {"name": "reward_model"}, "steps": 1, "batch_size": 8, "demonstrations": "expert"}
+
+
+@pytest.mark.parametrize(
+    ("stages", "override", "field", "value"),
+    [
+        ([REWARDS], {"trainer.router_loss": 0.1}, "trainer.router_loss", 0.1),
+        ([GRPO, REWARDS], {"trainer.router_loss": 0.1}, "trainer.router_loss", 0.1),
+        ([GRPO], {"trainer": {"router_loss": 0.1, "lora": {}}}, "trainer.router_loss", None),
+        ([REWARDS], {"trainer.head_chunk": 64}, "trainer.head_chunk", 64),
+        ([GRPO], {"trainer.rollbacks": 4}, "trainer.rollbacks", 4),
+        ([GRPO], {"stages.grpo.demonstrations": "expert"}, "stages.grpo.demonstrations", "expert"),
+        ([SFT], {"stages.sft.group_size": 4}, "stages.sft.group_size", 4),
+        ([GRPO], {"stages.grpo.teacher": "x"}, "stages.grpo.teacher", "x"),
+        ([GRPO], {"stages.grpo.update.critic_warmup_steps": 1}, "stages.grpo.update.critic_warmup_steps", None),
+        ([REWARDS], {"stages.r.update.reference_refresh": 1}, "stages.r.update.reference_refresh", None),
+        ([GRPO, REWARDS], {"trainer.head_chunk": 64}, None, None),
+        ([GRPO, SFT], {"trainer.router_loss": 0.1}, None, None),
+        ([GRPO], {"trainer": {"not_finite": "rollback", "rollbacks": 4}}, None, None),
+    ],
+)
+def test_an_option_that_a_stage_would_not_use_is_refused(
+    stages: list[dict[str, Any]], override: dict[str, Any], field: str | None, value: Any
+) -> None:
+    given = base() | {"stages": stages, "demonstrations": {"expert": {"path": "pairs.jsonl"}}}
+    if field is None:
+        load_config(given, override)
+        return
+    with pytest.raises(ConfigError, check=about(field, value)):
+        load_config(given, override)
+
+
 @pytest.mark.parametrize(
     ("key", "optional"),
     [("stages.mix.evaluate_every", True), ("explorer.group_deadline_s", True), ("stages.mix.steps", False)],
@@ -170,7 +203,6 @@ SERVED = {"placement": "serve", "replicas": {"gpus": 1}}
 PLACED = {"name": "embedding_novelty", "device": "cuda:1"}
 TWO = {"gpus": 2, "tensor_parallel": 2}
 SERVED_BY = {"replicas": {"gpus": 1}}
-SFT = {"name": "sft", "algorithm": {"name": "sft"}, "steps": 1, "batch_size": 8, "demonstrations": "expert"}
 ONE = "reward.domains.math.replicas.gpus"
 TRAINS = {"mode": "train", "stages": [SFT]}
 EXPLORES = {"mode": "explore", "buffer.name": "b", "stages": [GRPO], "demonstrations": {}}
