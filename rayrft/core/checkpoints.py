@@ -207,6 +207,8 @@ class Saver:
         self.checkpoints = Checkpoints(config.folder, config.checkpoint)
         self._writing: asyncio.Future[None] | None = None
         self._judging: asyncio.Future[None] | None = None
+        self._exporting: dict[str, asyncio.Future[None]] = {}
+        """Writing of exports, by name."""
 
     def due(self) -> bool:
         """Return whether a checkpoint is due after this step of the stage."""
@@ -220,10 +222,12 @@ class Saver:
     async def checkpoint(self, records: int) -> None:
         """Start writing a checkpoint in the background; ``records`` is the number of records a resumed run keeps.
         Raises StorageError if the previous checkpoint could not be written."""
-        await self.done()
+        for future in filter(None, (self._writing, self._judging)):
+            await future
         self._progress.records = records
         self._progress.logged = await self._buffer.call(Buffer.flush)
         if self.checkpoints.holds(self._progress.step):
+            await self.done()  # exports, too
             return await asyncio.to_thread(self.checkpoints.update_manifest, self._progress)
         folder = await asyncio.to_thread(self.checkpoints.begin, self._progress.step)
         await self._ranks.call(RankApi.checkpoint, folder)
@@ -241,26 +245,35 @@ class Saver:
 
     def check(self) -> None:
         """Raise StorageError if a checkpoint could not be written."""
-        for future in filter(None, (self._writing, self._judging)):
+        for future in self._pending:
             if future.done():
                 future.result()
 
     async def done(self) -> None:
-        """Wait until the checkpoint in progress is written and judged. Raises StorageError if it cannot be."""
-        for future in filter(None, (self._writing, self._judging)):
+        """Wait until the checkpoint in progress is written and judged, and exports are written. Raises StorageError if
+        one cannot be."""
+        for future in self._pending:
             await future
 
     async def settle(self) -> None:
-        """Wait until no checkpoint is being written or judged, whether or not that succeeds."""
-        await asyncio.gather(*filter(None, (self._writing, self._judging)), return_exceptions=True)
+        """Wait until nothing is being written or judged, whether or not that succeeds."""
+        await asyncio.gather(*self._pending, return_exceptions=True)
 
     async def export(self, name: str) -> None:
-        """Write the weights in Hugging Face format."""
-        await self._ranks.call(RankApi.save, self.exported(name))
+        """Start to write the weights in Hugging Face format in the background. The next checkpoint waits for them."""
+        folder = self.checkpoints.folder / name
+        await self._ranks.call(RankApi.save, folder)
+        self._exporting[name] = asyncio.ensure_future(self._trainer.call(Trainer.written, folder))
 
-    def exported(self, name: str) -> Path:
-        """Return the folder of the weights exported under that name."""
+    async def exported(self, name: str) -> Path:
+        """Return the folder of the weights exported under that name, once they are written."""
+        if name in self._exporting:
+            await self._exporting[name]
         return self.checkpoints.folder / name
+
+    @property
+    def _pending(self) -> list[asyncio.Future[None]]:
+        return [*self._exporting.values(), *filter(None, (self._writing, self._judging))]
 
     async def _judge(self, before: asyncio.Future[None] | None, step: int, accuracy: float | None) -> None:
         for earlier in filter(None, (before, self._writing)):  # the step's checkpoint may be the one being written
@@ -268,7 +281,7 @@ class Saver:
         await asyncio.to_thread(self.checkpoints.judge, step, accuracy)
 
     async def _commit(self, folder: Path, progress: Progress) -> None:
-        await self._trainer.call(Trainer.written, folder)
+        await asyncio.gather(*self._exporting.values(), self._trainer.call(Trainer.written, folder))
         await asyncio.to_thread(self.checkpoints.commit, progress)
         # Keep the batches since the oldest of them, in case the newest turns out to be damaged.
         await self._buffer.call(Buffer.cover, await asyncio.to_thread(self.checkpoints.fallback))

@@ -125,6 +125,7 @@ class TrainLoop:
             await self._evaluations.cancel()
             await self._saving.settle()
         await self._saving.export("final")
+        await self._saving.done()
 
     async def publish(self) -> SyncReport | None:
         """Publish the trainer's weights to the engines; their version is the number of optimiser steps taken."""
@@ -218,12 +219,14 @@ class TrainLoop:
             await self.publish()
         await self._saving.export(stage.name)
         await self._rank_pairs(stage)
+        if stage.trains_reward_model:  # rewards read it
+            await self._saving.exported(stage.name)
         await unless_stopped(self.stop, self._evaluations.end())
         await self._evaluate(stage, ended=True)
         await unless_stopped(self.stop, self._evaluations.end())
         progress.end(stage.name, stage.steps)
         await self._judge(stage)
-        await self.checkpoint()
+        await self._checkpoint()
 
     async def open(self, stage: StageConfig) -> None:
         """Open or resume the stage in Trainer, engines and Buffer."""
@@ -234,7 +237,7 @@ class TrainLoop:
             # The policy with its adapter merged: it is also the reference under a new adapter.
             before = [each.name for each in self.config.stages[: progress.stage] if not each.trains_reward_model]
             start_from = start_from or next(reversed(before), None)
-        weights = self._saving.exported(start_from) if start_from and not resumed else None
+        weights = await self._saving.exported(start_from) if start_from and not resumed else None
         await self._ranks.call(RankApi.open_stage, algorithm, stage, weights)
         if resumed:
             await self._saving.restore(whole=True)

@@ -83,8 +83,8 @@ class Checkpointer:
     """One rank's part in writing and reading checkpoints. Every method is a collective."""
 
     def __init__(self) -> None:
-        # A separate group, so that background writing does not interleave with the collectives of a training step.
-        self._group = dist.new_group(backend="gloo")
+        self.group = dist.new_group(backend="gloo")
+        """A separate group, so that background writing does not interleave with the collectives of a training step."""
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     def save(self, learner: Learner, folder: Path, done: Callable[[str | None], None]) -> None:
@@ -93,19 +93,26 @@ class Checkpointer:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-        def finished(future: Future[Any]) -> None:
-            error = future.exception()
+        def finished(problem: str | None) -> None:
             state.clear()
             if torch.cuda.is_available():
                 torch.accelerator.empty_host_cache()  # torch would keep pinned memory
+            done(problem)
+
+        self.write(lambda: self._write(state, folder), finished)
+
+    def write(self, work: Callable[[], None], done: Callable[[str | None], None]) -> None:
+        """Do ``work`` in the background, after what this rank writes already; ``done`` as in `save`."""
+
+        def finished(future: Future[None]) -> None:
+            error = future.exception()
             done(None if error is None else _one_line(error))
 
-        writing = self._thread.submit(held(self._write), state, folder)
-        writing.add_done_callback(finished)
+        self._thread.submit(held(work)).add_done_callback(finished)
 
     def _write(self, state: _State, folder: Path) -> None:
         try:
-            save(state, checkpoint_id=str(folder), process_group=self._group)
+            save(state, checkpoint_id=str(folder), process_group=self.group)
         except CheckpointException as error:  # the same one on all ranks
             with contextlib.suppress(OSError):
                 for file in folder.glob("*"):
@@ -121,7 +128,7 @@ class Checkpointer:
         """Load the weights and nothing else. Raises as `load` does."""
         self._rebase(policy, folder)
         state: _State = {_POLICY: _trained(policy)}
-        _read(state, folder, process_group=self._group)
+        _read(state, folder, process_group=self.group)
         states.set_model_state_dict(policy, state[_POLICY], options=_TRAINED_ONLY)
 
     def load(self, learner: Learner, folder: Path) -> None:
@@ -139,7 +146,7 @@ class Checkpointer:
             )
             raise ModelError(problem, remedy, field="trainer.moments", value=str(folder))
         state = checkpoint_state(learner, folder, set(names))
-        _read(state, folder, process_group=self._group)
+        _read(state, folder, process_group=self.group)
         for name, (model, optimizer) in _models(learner).items():
             states.set_model_state_dict(model, state[name], options=_TRAINED_ONLY)
             if optimizer is not None and (moments := state.get(f"{name}_optimizer")) is not None:
@@ -151,7 +158,7 @@ class Checkpointer:
         if policy.lora is None:
             return
         state: _State = {"base": ""}
-        _read(state, folder, process_group=self._group)
+        _read(state, folder, process_group=self.group)
         base = _resolve(state["base"], folder) or policy.lora.origin
         if base != policy.lora.base:
             load_hf(policy, base)

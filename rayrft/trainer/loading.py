@@ -186,6 +186,16 @@ class Loader:
         return self._paths[path]
 
 
+def load_like(example: Tensor, folder: str, dtype: torch.dtype, device: torch.device) -> Policy:
+    """Load a model, sharded as the example, one of its parameters, is, if it is."""
+
+    def prepare(fresh: Policy) -> None:
+        if isinstance(example, DTensor):
+            shard(fresh, example.device_mesh, dtype)
+
+    return load_policy(folder, dtype=dtype, device=device, prepare=prepare)
+
+
 @torch.no_grad()
 def load_hf(policy: Policy, folder: str) -> None:
     """Load the weights of a Hugging Face folder, or a model on the hub, into a model, if it is sharded by its parts.
@@ -195,13 +205,7 @@ def load_hf(policy: Policy, folder: str) -> None:
     reshard(policy)
     held = dict(policy.model.named_parameters())
     example = next(weight for name, weight in held.items() if ".lora_" not in name)
-
-    def prepare(fresh: Policy) -> None:
-        if isinstance(example, DTensor):
-            shard(fresh, example.device_mesh, example.dtype)
-
-    fresh = load_policy(folder, dtype=example.dtype, device=example.device, prepare=prepare)
-    theirs = dict(fresh.model.named_parameters())
+    theirs = dict(load_like(example, folder, example.dtype, example.device).model.named_parameters())
     factors = policy.lora.initial_factors() if policy.lora is not None else {}
     for name, weight in held.items():
         weight.copy_(_placed(factors[name], weight) if name in factors else theirs[checkpoint_name(name)])

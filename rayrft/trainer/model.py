@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.files import atomic_folder
-from rayrft.trainer.loading import load_policy
+from rayrft.files import atomic_folder, storage_error
+from rayrft.trainer.loading import load_like
 from rayrft.trainer.lora import checkpoint_name
 from rayrft.trainer.policy import Policy
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 _ONE_FILE = 5 << 30
 """Bytes up to which the first rank writes a model's weights, as one file."""
 
-_LAYER = re.compile(r"(.*?\.\d+)\..*")
+_LAYER = re.compile(r"(.*?\.\d+|.*?(?=\.(base_layer|lora_[AB])\.))\..*")
 """A parameter and its layer. Those of a layer stay together: a tensor in a file may be made of several."""
 
 
@@ -52,16 +54,23 @@ def gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def save_hf(
-    model: Policy | RewardClassifier, tokenizer: ChatTokenizer, folder: Path, *, dtype: torch.dtype, index: int = 0
-) -> None:
-    """Write a Hugging Face folder: weights in ``dtype`` (with an adapter merged), configuration, tokenizer.
+    model: Policy | RewardClassifier,
+    tokenizer: ChatTokenizer,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+) -> Callable[[], None]:
+    """Gather the weights for a Hugging Face folder, one tensor at a time; return the function that writes it: weights
+    in ``dtype`` (with an adapter merged), configuration, tokenizer. It may be called beside training.
 
-    A collective that gathers one tensor at a time; ``index`` is that of this rank. The first rank keeps and writes
-    them all; of a large model every rank a part, as a file of its own.
+    Both are collectives, the latter over ``group``. The first rank keeps and writes all weights; of a large model every
+    rank a part, as a file of its own. The latter raises StorageError on all ranks if one cannot write.
     """
-    found = model.state_dict()
-    large = model.lora is None and sum(each.numel() for each in found.values()) * dtype.itemsize > _ONE_FILE
-    sizes, state = [0] * (dist.get_world_size() if large else 1), dict[str, Tensor]()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    found = _exact(model, dtype)
+    large = sum(each.numel() for each in found.values()) * dtype.itemsize > _ONE_FILE
+    sizes, state = [0] * (ranks if large else 1), dict[str, Tensor]()
     for _, layer in groupby(found.items(), lambda each: _LAYER.sub(r"\1", each[0])):
         owner = sizes.index(min(sizes))
         for name, tensor in layer:
@@ -69,17 +78,63 @@ def save_hf(
             # An adapter is merged before its weights are rounded.
             rounds = model.lora is None and tensor.is_floating_point()
             whole = gather(tensor, dtype if rounds else tensor.dtype)
-            if owner == index:
-                state[name] = whole.cpu()
-    if len(sizes) > 1:
-        parts = [folder.with_name(f".{folder.name}.part-{owner}") for owner in range(len(sizes))]
-        named = revert_weight_conversion(model.transformer, model.named_as_in_files(state))
-        save_file({name: tensor.contiguous() for name, tensor in named.items()}, parts[index], {"format": "pt"})
-        dist.barrier()
-        if index == 0:
-            write_hf(model, {}, tokenizer, folder, dtype, parts)
-    elif index == 0:
-        write_hf(model, state, tokenizer, folder, dtype)
+            if owner == rank:
+                state[name] = whole.to("cpu", copy=True)  # training continues
+    parts = [folder.with_name(f".{folder.name}.part-{owner}") for owner in range(len(sizes))] if large else []
+
+    def write_part() -> None:
+        if parts:
+            named = revert_weight_conversion(model.transformer, _in_files(model, state, dtype))
+            save_file({name: tensor.contiguous() for name, tensor in named.items()}, parts[rank], {"format": "pt"})
+
+    def write_folder() -> None:
+        if rank == 0:
+            write_hf(model, {} if parts else state, tokenizer, folder, dtype, parts)
+
+    def write() -> None:
+        for work in (write_part, write_folder):
+            _on_all(work, ranks, folder, group)
+
+    return write
+
+
+def _on_all(work: Callable[[], None], ranks: int, folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Let every rank write. Raises StorageError about the folder on all of them if one cannot."""
+    found: list[OSError | None] = [None] * ranks
+    try:
+        work()
+    except OSError as error:
+        found[0] = error
+    except SafetensorError as error:
+        if (number := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        found[0] = OSError(int(number[1]), os.strerror(int(number[1])))
+    if ranks > 1:
+        dist.all_gather_object(found, found[0], group=group)
+    for problem in filter(None, found):
+        raise storage_error(problem, folder, "")
+
+
+def _exact(model: Policy | RewardClassifier, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the parameters, sharded as they are; the frozen ones under an adapter as read from their files, if the
+    model's are rounded to the compute dtype. A collective."""
+    found: dict[str, Tensor] = model.state_dict()
+    if model.lora is None:
+        return found
+    base, held = model.lora.base, next(each for each in model.parameters() if not each.requires_grad)
+    if held.dtype == torch.float32 or held.dtype == dtype == AutoConfig.from_pretrained(base).dtype:
+        return found
+    frozen = load_like(held, base, torch.float32, torch.device("cpu")).model
+    exact = (frozen if isinstance(model, Policy) else frozen.base_model).state_dict()
+    return {name: exact.get(checkpoint_name(name).removeprefix("model."), each) for name, each in found.items()}
+
+
+def _in_files(model: Policy | RewardClassifier, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return gathered parameters by their names in files, in ``dtype``, with the adapter merged."""
+    weights = model.named_as_in_files(state)
+    if model.lora is not None:
+        weights = model.lora.merged(weights)
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
 
 
 def write_hf(
@@ -90,16 +145,9 @@ def write_hf(
     dtype: torch.dtype,
     parts: Sequence[Path] = (),
 ) -> None:
-    """Write a Hugging Face folder from gathered parameters, in ``dtype``, or with the files of ``parts``, which become
-    its own. An adapter is merged into the frozen weights as read from their files, because the model's may be rounded
-    to the compute dtype."""
-    weights, target = model.named_as_in_files(state), model.transformer
-    if model.lora is not None:
-        frozen = load_policy(model.lora.base).model
-        exact = (frozen if isinstance(model, Policy) else frozen.base_model).state_dict()
-        exact = model.named_as_in_files({f"model.{name}": tensor for name, tensor in exact.items()})
-        weights = model.lora.merged({name: exact.get(name, tensor) for name, tensor in weights.items()})
-    weights = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    """Write a Hugging Face folder from gathered parameters, in ``dtype`` with the adapter merged, or with the files of
+    ``parts``, which become its own."""
+    weights, target = _in_files(model, state, dtype), model.transformer
     with atomic_folder(folder) as temporary:
         if getattr(target, "generation_config", None) is not None:
             target.generation_config.eos_token_id = list(tokenizer.stop_ids)

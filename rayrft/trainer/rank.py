@@ -222,10 +222,10 @@ class Rank(RankApi):
         return self.learner.score(sequences, images)
 
     def checkpoint(self, folder: Path) -> None:
-        def done(problem: str | None) -> None:
-            self._setup.trainer.call(Mailbox.wrote, self._index, folder, problem)
+        self._checkpointer.save(self.learner, folder, partial(self._wrote, folder))
 
-        self._checkpointer.save(self.learner, folder, done)
+    def _wrote(self, folder: Path, problem: str | None) -> None:
+        self._setup.trainer.call(Mailbox.wrote, self._index, folder, problem)
 
     def restore(self, folder: Path, whole: bool) -> None:
         if whole:
@@ -237,7 +237,10 @@ class Rank(RankApi):
         import ray.train
 
         tokenizer = ChatTokenizer(self._setup.model, template=self._setup.template)
-        save_hf(self.learner.trained, tokenizer, folder, dtype=self._compute, index=self._index)
+        write = save_hf(
+            self.learner.trained, tokenizer, folder, dtype=self._compute, group=self._checkpointer.group
+        )
+        self._checkpointer.write(write, partial(self._wrote, folder))
         checkpoint = ray.train.Checkpoint.from_directory(str(folder)) if self._index == 0 else None
         ray.train.report({}, checkpoint=checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
 

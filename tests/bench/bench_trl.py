@@ -224,7 +224,7 @@ def teach_lengths(fresh: Path, taught: Path, asked: list[str], longest: int, ste
             answer = tokenizer.response("".join(chance.choice([*ascii_lowercase], next(lengths) - 1)))
             batch.append(row(prompt, answer, expert=True))
         learner.step([batch])
-    save_hf(policy, tokenizer, taught, dtype=torch.float32)
+    save_hf(policy, tokenizer, taught, dtype=torch.float32)()
     torch.distributed.destroy_process_group()
 
 

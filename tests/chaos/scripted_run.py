@@ -344,22 +344,21 @@ class ScriptedRank:
         return [scores(digest, each) for each in sequences]
 
     async def save(self, folder: Path) -> None:
-        await self._cluster.takes(_WRITE_S)
-        if not self._index:
-            write(folder / "model", "weights")
         await self._all()
+        self._exporting = asyncio.ensure_future(self._write(folder, "model", "weights"))
 
     async def checkpoint(self, folder: Path) -> None:
-        self._writing = asyncio.ensure_future(self._write(folder, json.dumps(self._weights)))
+        name, weights = f"rank-{self._index}.json", json.dumps(self._weights)
+        self._writing = asyncio.ensure_future(self._write(folder, name, weights))
 
     async def restore(self, folder: Path, whole: bool) -> None:
         await self._cluster.takes(_WRITE_S)
         self._weights = json.loads((folder / f"rank-{self._index}.json").read_text())
         await self._all()
 
-    async def _write(self, folder: Path, weights: str) -> None:
+    async def _write(self, folder: Path, name: str, weights: str) -> None:
         await self._cluster.takes(_WRITE_S)
-        write(folder / f"rank-{self._index}.json", weights)
+        write(folder / name, weights)
         await self._trainer.call(Mailbox.wrote, self._index, folder, None)
 
     async def _all(self, value: Any = None) -> dict[int, Any]:

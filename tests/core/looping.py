@@ -19,12 +19,16 @@ from tests.scripted import remote
 class ScriptedTrainer:
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.held: dict[str, asyncio.Future[None]] = {}
+        """What folders of these names wait for, before they are written."""
 
     async def call_ranks(self, call: RankCall) -> list[Any]:
         self.calls.append(call.method)
         return [None]
 
-    async def written(self, folder: Path) -> None: ...
+    async def written(self, folder: Path) -> None:
+        if folder.name in self.held:
+            await self.held[folder.name]
 
 
 class EvaluatesForEver:

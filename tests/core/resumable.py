@@ -71,7 +71,9 @@ class OneRank:
             if call.method == "train":
                 self._note(*call.args)
                 self._asked = asyncio.ensure_future(self._wish(call.args[0].step + 1))
-            if call.method != "save":  # Hugging Face folders are not what a run resumes from
+            if call.method == "save":  # Hugging Face folders are not what a run resumes from
+                self._of(*call.args).set_result(None)
+            else:
                 answer = await asyncio.to_thread(getattr(self.rank, call.method), *call.args, **call.kwargs)
             self._pipe.send(call.method)
             return [answer]

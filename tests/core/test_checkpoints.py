@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from collections.abc import Callable
@@ -12,10 +13,12 @@ from unittest import mock
 import pytest
 
 from rayrft.config.stage import CheckpointConfig
-from rayrft.core.checkpoints import Checkpoints, Progress, export
+from rayrft.core.checkpoints import Checkpoints, Progress, Saver, export
 from rayrft.errors import ConfigError, StorageError
 from tests.core.given import run_folder, write
+from tests.core.looping import ScriptedTrainer
 from tests.errors import about
+from tests.scripted import remote
 
 
 class Killed(BaseException):
@@ -187,3 +190,34 @@ def test_an_evaluation_that_ends_while_a_checkpoint_is_written_leaves_it_alone(t
     assert not left_over.exists()
     checkpoints.commit(Progress("run", step=6))
     assert (checkpoints.at(6) / "weights").is_file() and [each.step for each in checkpoints.all()] == [6]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_checkpoint_counts_once_the_exports_before_it_are_written_and_training_continues_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    async def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    trainer, progress = ScriptedTrainer(), Progress("run", step=4)
+    writing = trainer.held["sft"] = asyncio.get_running_loop().create_future()
+    buffer = mock.AsyncMock(**{"flush.return_value": [0, 0]})
+    saver = Saver(run_folder(tmp_path, "run"), remote(buffer), remote(trainer), progress)
+    await saver.export("sft")
+    await saver.checkpoint(records=0)
+    assert trainer.calls == ["save", "checkpoint"], "neither waits"
+    reading = asyncio.ensure_future(saver.exported("sft"))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not saver.checkpoints.holds(4) and not reading.done()
+    if fails:
+        writing.set_exception(StorageError("full", field="storage"))
+        for wait in (saver.done(), saver.exported("sft"), reading):
+            with pytest.raises(StorageError):
+                await wait
+    else:
+        writing.set_result(None)
+        await saver.done()
+        assert await reading == saver.checkpoints.folder / "sft"
+    assert saver.checkpoints.holds(4) is not fails

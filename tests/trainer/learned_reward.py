@@ -98,7 +98,7 @@ class Tastes(Pupil):
         for _ in range(steps):
             some = self.chance.choice(len(sides), 32, replace=False)
             learner.step([[side for place in some for side in sides[place]]])
-        save_hf(scorer, ChatTokenizer(self.folder), folder, dtype=torch.float32)
+        save_hf(scorer, ChatTokenizer(self.folder), folder, dtype=torch.float32)()
         parts, over = learner.gradient(self.pairs(self.exam * 5, noise=False))
         return float(parts.pair_accuracy / over.pairs)
 
@@ -119,7 +119,7 @@ class Tastes(Pupil):
         scorer = self.new_scorer()
         with torch.no_grad():
             scorer.head.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(self.seed))
-        save_hf(scorer, ChatTokenizer(self.folder), folder, dtype=torch.float32)
+        save_hf(scorer, ChatTokenizer(self.folder), folder, dtype=torch.float32)()
         return self.scores_of(folder)
 
     def by_grpo(self, reward: Score, steps: int, *, every: int = 5, groups: int = 12, size: int = 8) -> Curve:

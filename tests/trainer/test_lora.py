@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from rayrft.config import load_config
@@ -17,6 +21,8 @@ from rayrft.config.trainer import LoraConfig
 from rayrft.core.checkpoints import Checkpoints, Progress, export
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
+from rayrft.files import Room
+from rayrft.trainer import model as model_module
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.loading import load_hf, load_policy, shard
@@ -74,7 +80,7 @@ def test_the_reference_is_the_model_without_its_adapter_and_no_copy_of_anything(
 def _save_and_load(model: str, folder: Path) -> Any:
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     policy = shard(move(adapt(load_policy(model), torch.float32, model), 0.3), mesh, torch.float32)
-    save_hf(policy, ChatTokenizer(model), folder, dtype=torch.float32, index=dist.get_rank())
+    save_hf(policy, ChatTokenizer(model), folder, dtype=torch.float32)()
     dist.barrier()
     moved = logprobs(policy)
     load_hf(policy, str(folder))
@@ -102,14 +108,63 @@ def test_frozen_weights_that_are_held_rounded_are_written_as_they_are(tiny_model
     model = str(tiny_model)
     for compute in (torch.bfloat16, torch.float32):
         policy = move(adapt(load_policy(model), compute, model), 0.3)
-        save_hf(policy, ChatTokenizer(model), tmp_path / str(compute), dtype=torch.float32)
+        save_hf(policy, ChatTokenizer(model), tmp_path / str(compute), dtype=torch.float32)()
     rounded, exact = (all_of(load_policy(str(tmp_path / str(compute)))) for compute in (torch.bfloat16, torch.float32))
     assert all(torch.equal(weight, rounded[name]) for name, weight in exact.items())
     assert not torch.equal(exact[QUERY], exact[QUERY].bfloat16().float()), "the test tells nothing"
     policy = move(adapt(load_policy(model), torch.bfloat16, model), 0.3)
-    save_hf(policy, ChatTokenizer(model), tmp_path / "half", dtype=torch.bfloat16)
+    save_hf(policy, ChatTokenizer(model), tmp_path / "half", dtype=torch.bfloat16)()
     half = all_of(load_policy(str(tmp_path / "half")))
     assert all(torch.equal(half[name], weight.bfloat16().float()) for name, weight in exact.items()), "rounded twice"
+
+
+def _export_beside_training(model: str, folder: Path, compute: torch.dtype, one_file: int, again: bool) -> list[Any]:
+    """Take a step while an export waits to be written; with ``again`` its first file meets a full disk."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = shard(move(adapt(load_policy(model), compute, model), 0.3), mesh, compute)
+    learner, checkpointer = make_learner("grpo", policy=policy), Checkpointer()
+    trained, written, said, write_file = threading.Event(), threading.Event(), list[str | None](), save_file
+    refusals = [1] if again and dist.get_rank() == 1 else []
+
+    def refusing(*arguments: Any) -> None:
+        if refusals:
+            refusals.pop()
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        write_file(*arguments)
+
+    with (
+        mock.patch.object(model_module, "_ONE_FILE", one_file),
+        mock.patch.object(model_module, "save_file", refusing),
+        mock.patch.multiple(Room, poll_s=0.0, limit_s=60.0),
+    ):
+        write = save_hf(policy, ChatTokenizer(model), folder, dtype=compute, group=checkpointer.group)
+        checkpointer.write(
+            lambda: (trained.wait(60), write())[1], lambda problem: (said.append(problem), written.set())[1]
+        )
+        before = all_of(policy)
+        learner.step([own_rows()])
+        assert any(not torch.equal(weight, before[name]) for name, weight in all_of(policy).items())
+        trained.set()
+        assert written.wait(60)
+    return [said, refusals]
+
+
+@pytest.mark.parametrize(("ranks", "parts", "again"), [(1, 1, False), (2, 1, False), (2, 2, True)])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_an_adapter_is_exported_as_it_was_while_training_continues(
+    tiny_model: Path, tmp_path: Path, compute: torch.dtype, ranks: int, parts: int, again: bool
+) -> None:
+    model, out, alone = str(tiny_model), tmp_path / "out", tmp_path / "alone"
+    save_hf(move(adapt(load_policy(model), compute, model), 0.3), ChatTokenizer(model), alone, dtype=compute)()
+    one_file = 1 << 30 if parts == 1 else 1000
+    assert on_ranks(ranks, _export_beside_training, model, out, compute, one_file, again) == [[None], []]
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) == parts and not list(tmp_path.glob(".*")), "parts are gone"
+    if parts == 1:
+        assert files[0].read_bytes() == (alone / "model.safetensors").read_bytes()
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    expected = load_file(alone / "model.safetensors")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def _write_checkpoint(model: str, base: str, run: Path) -> Any:

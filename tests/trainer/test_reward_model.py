@@ -100,7 +100,7 @@ def encoded(folder: Path, chat: list[dict[str, str]]) -> Experience:
 def with_template(model: Path, folder: Path, case: str) -> Path:
     """A copy of the model whose tokenizer has another template or padding token."""
     policy = load_policy(str(model))
-    save_hf(policy, ChatTokenizer(model), folder, dtype=torch.float32)
+    save_hf(policy, ChatTokenizer(model), folder, dtype=torch.float32)()
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     if case == "ends with a newline":
         tokenizer.chat_template = tokenizer.chat_template.replace("{% endfor %}", "{{ '\\n' }}{% endfor %}")
@@ -121,7 +121,7 @@ def test_what_is_trained_is_written_and_scores_alike(tiny_model: Path, tmp_path:
         policy.lora = Lora(policy.model, settings, origin=str(model), compute=torch.float32, seed=0)
     scorer = RewardClassifier(policy, padding_of(str(model)))
     move(scorer, 0.4)
-    save_hf(scorer, ChatTokenizer(model), tmp_path / "rm", dtype=torch.float32)
+    save_hf(scorer, ChatTokenizer(model), tmp_path / "rm", dtype=torch.float32)()
 
     rows = [encoded(model, CHAT), encoded(model, CHAT[:2])]
     trained = []

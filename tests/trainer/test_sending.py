@@ -110,7 +110,7 @@ def _saved_in_parts(models: dict[str, Path], tokenizer: str, to: Path) -> list[d
     with mock.patch.object(model_module, "_ONE_FILE", 1000), mock.patch.object(model_module, "save_file", counted):
         for family, folder in models.items():
             policy = _policy(str(folder))
-            save_hf(policy, ChatTokenizer(tokenizer), to / family, dtype=torch.bfloat16, index=dist.get_rank())
+            save_hf(policy, ChatTokenizer(tokenizer), to / family, dtype=torch.bfloat16)()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, held)
     return found
@@ -145,7 +145,7 @@ def _read(folder: Path, names: set[str]) -> list[Tensor]:
 def _saved(model: str, folder: Path) -> tuple[int, int]:
     policy = _policy(model)
     with Gathered() as gathered:
-        save_hf(policy, ChatTokenizer(model), folder, dtype=torch.bfloat16, index=dist.get_rank())
+        save_hf(policy, ChatTokenizer(model), folder, dtype=torch.bfloat16)()
     return gathered.nbytes, 2 * sum(tensor.numel() for tensor in policy.state_dict().values())
 
 
