@@ -221,13 +221,11 @@ class Saver:
 
     async def checkpoint(self, records: int) -> None:
         """Start writing a checkpoint in the background; ``records`` is the number of records a resumed run keeps.
-        Raises StorageError if the previous checkpoint could not be written."""
-        for future in filter(None, (self._writing, self._judging)):
-            await future
+        Raises StorageError if the previous checkpoint, or an export, could not be written."""
+        await self.done()
         self._progress.records = records
         self._progress.logged = await self._buffer.call(Buffer.flush)
         if self.checkpoints.holds(self._progress.step):
-            await self.done()  # exports, too
             return await asyncio.to_thread(self.checkpoints.update_manifest, self._progress)
         folder = await asyncio.to_thread(self.checkpoints.begin, self._progress.step)
         await self._ranks.call(RankApi.checkpoint, folder)
@@ -281,7 +279,7 @@ class Saver:
         await asyncio.to_thread(self.checkpoints.judge, step, accuracy)
 
     async def _commit(self, folder: Path, progress: Progress) -> None:
-        await asyncio.gather(*self._exporting.values(), self._trainer.call(Trainer.written, folder))
+        await self._trainer.call(Trainer.written, folder)
         await asyncio.to_thread(self.checkpoints.commit, progress)
         # Keep the batches since the oldest of them, in case the newest turns out to be damaged.
         await self._buffer.call(Buffer.cover, await asyncio.to_thread(self.checkpoints.fallback))

@@ -226,7 +226,7 @@ class TrainLoop:
         await unless_stopped(self.stop, self._evaluations.end())
         progress.end(stage.name, stage.steps)
         await self._judge(stage)
-        await self._checkpoint()
+        await self.checkpoint()
 
     async def open(self, stage: StageConfig) -> None:
         """Open or resume the stage in Trainer, engines and Buffer."""

@@ -193,31 +193,29 @@ def test_an_evaluation_that_ends_while_a_checkpoint_is_written_leaves_it_alone(t
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_checkpoint_counts_once_the_exports_before_it_are_written_and_training_continues_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+async def test_an_export_is_not_waited_for_but_by_who_reads_it_and_the_next_checkpoint(
+    tmp_path: Path, fails: bool
 ) -> None:
-    async def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(*arguments)
-
-    monkeypatch.setattr(asyncio, "to_thread", at_once)
     trainer, progress = ScriptedTrainer(), Progress("run", step=4)
     writing = trainer.held["sft"] = asyncio.get_running_loop().create_future()
     buffer = mock.AsyncMock(**{"flush.return_value": [0, 0]})
     saver = Saver(run_folder(tmp_path, "run"), remote(buffer), remote(trainer), progress)
     await saver.export("sft")
-    await saver.checkpoint(records=0)
-    assert trainer.calls == ["save", "checkpoint"], "neither waits"
-    reading = asyncio.ensure_future(saver.exported("sft"))
+    saver.check()
+    saving, reading = (asyncio.ensure_future(each) for each in (saver.checkpoint(records=0), saver.exported("sft")))
     for _ in range(20):
         await asyncio.sleep(0)
-    assert not saver.checkpoints.holds(4) and not reading.done()
+    assert trainer.calls == ["save"] and not reading.done()
     if fails:
         writing.set_exception(StorageError("full", field="storage"))
-        for wait in (saver.done(), saver.exported("sft"), reading):
+        for wait in (saving, reading, saver.done()):
             with pytest.raises(StorageError):
                 await wait
+        with pytest.raises(StorageError):
+            saver.check()
     else:
         writing.set_result(None)
+        await saving
         await saver.done()
         assert await reading == saver.checkpoints.folder / "sft"
     assert saver.checkpoints.holds(4) is not fails
