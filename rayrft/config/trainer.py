@@ -79,8 +79,8 @@ class TrainerConfig(Section):
     """Largest number of these returns since the run was started or resumed; one more ends the run. Each is also one of
     ``restarts.per_hour``."""
     router_loss: float = Field(0.0, ge=0)
-    """Policies with experts: the weight of the loss that balances their load (Fedus et al. 2021, arXiv:2101.03961, eq. 4
-    to 6), the mean over the micro-batches of an update. It is not part of the loss that is reported."""
+    """Policies with experts: the weight of the loss that balances their load (Fedus et al. 2021, arXiv:2101.03961, eq.
+    4 to 6), the mean over the micro-batches of an update. It is not part of the loss that is reported."""
     lora: LoraConfig | None = None
     """Train only an adapter. Every stage starts a new one, on its initial weights with their adapter merged."""
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from typing import Any
 
-from rayrft.errors import ActorDied, StorageError, WeightSyncError
+from rayrft.config.restarts import RestartsConfig
+from rayrft.core.parts.engines import EngineGroup
+from rayrft.core.restarts import Budget
+from rayrft.errors import StorageError, WeightSyncError
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle, Watched, root_cause, until_failed
+from rayrft.runtime.handle import Handle, Watched, fence, root_cause, until_failed
 from rayrft.runtime.ray_api import ray
-from rayrft.runtime.waits import unless
 from rayrft.weights.files import Manifest, Ref, VersionFolder
 from rayrft.weights.messages import Link
 
@@ -23,41 +25,53 @@ _LOOK_S = 2.0
 
 
 class WeightFollower(Watched):
-    """The actor. An engine that cannot load a version takes no requests until it has loaded one; the others do."""
+    """The actor. An engine that cannot load a version takes no requests until it has loaded one; the others do. Those
+    that die are replaced, and load the newest version."""
 
-    def __init__(
-        self, address: str, keep_cache: bool, pool: Handle[EnginePool], engines: Sequence[Handle[RolloutEngine]]
-    ) -> None:
-        self._address, self._keep_cache, self._pool, self._engines = address, keep_cache, pool, [*engines]
-        self._ref: Ref | None = None
-        self._following: asyncio.Future[None] = asyncio.Future()
+    def __init__(self, address: str, keep_cache: bool, group: EngineGroup, restarts: RestartsConfig) -> None:
+        self._address, self._keep_cache, self._group = address, keep_cache, group
+        self._budget = Budget(restarts)
+        self._loaded: dict[str, Ref | None] = {}
+        """What the engines that are up have loaded, by name."""
+        self._serves = False
+        self._following: asyncio.Future[Any] = asyncio.Future()
 
     async def start(self, workers: int) -> int:
         """Give the engines, of so many ``workers`` each, the newest version once there is one; follow later ones from
         then on. Return the version. Raises WeightSyncError or StorageError if it cannot be loaded."""
-        self._folder = await asyncio.to_thread(VersionFolder, self._address)
-        options, receivers = {"address": self._address}, workers * len(self._engines)
-        link = Link("files", "", 0, 0, senders=0, receivers=receivers, timeout_s=0, secret="", options=options)
-        connecting = (each.call(RolloutEngine.connect, link, at * workers) for at, each in enumerate(self._engines))
-        await asyncio.gather(*connecting)
+        self._folder, self._workers = await asyncio.to_thread(VersionFolder, self._address), workers
+        await asyncio.gather(*map(self._connect, self._group.engines))
         while (version := await self._look()) is None:  # noqa: ASYNC110  (see `_LOOK_S`)
             await asyncio.sleep(_LOOK_S)
-        self._following = asyncio.ensure_future(self._run())
+        self._serves = True
+        self._following = asyncio.gather(self._follow(), *map(self._keep, self._group.engines))
         return version
 
     async def watch(self) -> None:
-        """Raise ActorDied when all engines have died."""
+        """Raise the cause of the first death once engines have died too often."""
         await asyncio.shield(self._following)
 
-    async def _run(self) -> None:
-        await unless(asyncio.gather(*map(self._until_lost, [*self._engines])), _all_died, self._follow())
+    async def _connect(self, engine: Handle[RolloutEngine]) -> None:
+        first, receivers = self._workers * self._group.engines.index(engine), self._workers * len(self._group.engines)
+        options = {"address": self._address}
+        link = Link("files", "", 0, 0, senders=0, receivers=receivers, timeout_s=0, secret="", options=options)
+        await engine.call(RolloutEngine.connect, link, first)
+        self._loaded[engine.name] = None
 
-    async def _until_lost(self, engine: Handle[RolloutEngine]) -> None:
-        try:
-            await until_failed(engine)
-        except (*ray_api.ACTOR_ERRORS, ray.exceptions.RayTaskError) as error:
-            self._engines.remove(engine)
-            await self._pool.call(EnginePool.leave, engine, str(root_cause(error, engine.name)))
+    async def _keep(self, engine: Handle[RolloutEngine]) -> None:
+        """Replace an engine whenever it has died."""
+        while True:
+            try:
+                if engine.name not in self._loaded:
+                    await fence(engine)
+                    await self._group.replace(engine)
+                    await self._connect(engine)
+                await until_failed(engine)
+            except (*ray_api.ACTOR_ERRORS, ray.exceptions.RayTaskError) as error:
+                cause = root_cause(error, engine.name)
+            self._loaded.pop(engine.name, None)
+            await self._group.lose(engine, str(cause))
+            await asyncio.sleep(self._budget.spend(cause))
 
     async def _follow(self) -> None:
         while True:
@@ -68,36 +82,31 @@ class WeightFollower(Watched):
                 log.warning("the weights cannot be read, and are looked at again: %s", error)
 
     async def _look(self) -> int | None:
-        """Give the engines the newest version, unless they have it; return it, None if there is no newer one."""
+        """Give the newest version to the engines that do not have it; return it, None if there are no such engines."""
         newest = await asyncio.to_thread(self._folder.newest)
-        if newest is None or newest == self._ref:
+        behind = [each for each in self._group.engines if self._loaded.get(each.name, newest) != newest]
+        if newest is None or not behind:
             return None
         manifest = await asyncio.to_thread(self._folder.manifest, newest)
         if manifest.parcel.adapter is not None:
             remedy = "follow a run that trains without trainer.lora"
             raise WeightSyncError("the run sends an adapter alone", remedy, field=self._address)
-        loaded = await asyncio.gather(*(self._load(each, newest[0], manifest) for each in [*self._engines]))
-        if all(loaded):  # else those that could not try again
-            self._ref = newest
+        await asyncio.gather(*(self._load(each, newest, manifest) for each in behind))
         return manifest.parcel.version
 
-    async def _load(self, engine: Handle[RolloutEngine], serial: int, manifest: Manifest) -> bool:
-        version = manifest.parcel.version
+    async def _load(self, engine: Handle[RolloutEngine], newest: Ref, manifest: Manifest) -> None:
+        version, pool = manifest.parcel.version, self._group.pool
         try:
             await engine.call(RolloutEngine.pause, self._keep_cache)
-            held = await engine.call(RolloutEngine.receive, serial, version)
+            held = await engine.call(RolloutEngine.receive, newest[0], version)
             if {*held.digests} != {manifest.digest}:
                 problem = f"loaded weights of digests {held.digests} instead of {manifest.digest}"
                 raise WeightSyncError(problem, "do not use its answers", field=engine.name)
         except (*ray_api.ACTOR_ERRORS, ray.exceptions.RayTaskError, WeightSyncError) as error:
             cause = root_cause(error, engine.name)
-            if self._ref is None:
+            if not self._serves:
                 raise cause from None
-            await self._pool.call(EnginePool.leave, engine, str(cause))
-            return False
-        await self._pool.call(EnginePool.join, [Member(engine, version)])
-        return True
-
-
-def _all_died() -> ActorDied:
-    return ActorDied("all engines died", "see their logs in the Ray dashboard, and start again", field="engines")
+            await pool.call(EnginePool.leave, engine, str(cause))
+            return
+        self._loaded[engine.name] = newest
+        await pool.call(EnginePool.join, [Member(engine, version)])

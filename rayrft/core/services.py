@@ -132,12 +132,12 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
     with contextlib.ExitStack() as closing:
         closing.callback(placement.remove)
         placement.reserve([each.name for each in plan if not each.served], config.placement.wait_s, say)
-        group = EngineGroup.policy(placement, policy_model(config, path))
+        group = EngineGroup.policy(placement, policy_model(config, path), replaced=True)
         closing.callback(lambda: end(group.actors))
         serve_engines([group], stall_s)
         address, keep = config.transport_options["address"], config.weight_sync.kv_cache == "keep"
         placed = placement.actor(WeightFollower, "engine_pool", name="follower")
-        follower = placed.create(address, keep, group.pool, group.engines)
+        follower = placed.create(address, keep, group, config.restarts)
         closing.callback(follower.kill)
         say(f"waits for weights at {address}")
         version = answer(follower.call(WeightFollower.start, workers), "follower", stall_s)

@@ -51,8 +51,8 @@ class RankApi(Protocol):
         """Compute log-probs of sequences (with the image paths of each) under the present weights, at temperature 1."""
 
     def save(self, folder: Path) -> None:
-        """Gather the weights that the stage trains, and write them as a Hugging Face folder, a checkpoint registered with
-        Ray Train, in the background; `Trainer.written` waits for it."""
+        """Gather the weights that the stage trains, and write them in the background as a Hugging Face folder, a
+        checkpoint registered with Ray Train; `Trainer.written` waits for it."""
 
     def checkpoint(self, folder: Path) -> None:
         """Write the whole state to a folder in the background; `Trainer.written` waits for it."""

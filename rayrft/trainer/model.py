@@ -44,11 +44,14 @@ def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 def gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Gather a tensor that is sharded, in this dtype: fewer bytes travel if it is cast first. Shards that are kept in
-    the host's memory are moved to the device of their mesh first, whose links are faster."""
+    the host's memory are moved to the device of their mesh first, whose links are faster. A tensor that this rank has
+    whole is returned as it is, in its own dtype: a cast would be one more copy."""
     if not isinstance(tensor, DTensor):
-        return tensor.to(dtype)
-    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
-    shard = tensor.to_local().to(mesh.device_type, dtype)
+        return tensor
+    mesh, shape, stride, local = tensor.device_mesh, tensor.shape, tensor.stride(), tensor.to_local()
+    if mesh.size() == 1:
+        return local.to(mesh.device_type)
+    shard = local.to(mesh.device_type, dtype)
     moved = DTensor.from_local(shard, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
     return moved.full_tensor()
 
@@ -77,9 +80,10 @@ def save_hf(
             sizes[owner] += tensor.numel()
             # An adapter is merged before its weights are rounded.
             rounds = model.lora is None and tensor.is_floating_point()
-            whole = gather(tensor, dtype if rounds else tensor.dtype)
+            kept = dtype if rounds else tensor.dtype
+            whole = gather(tensor, kept)
             if owner == rank:
-                state[name] = whole.to("cpu", copy=True)  # training continues
+                state[name] = whole.to("cpu", kept, copy=True)  # training continues
     parts = [folder.with_name(f".{folder.name}.part-{owner}") for owner in range(len(sizes))] if large else []
 
     def write_part() -> None:

@@ -237,9 +237,7 @@ class Rank(RankApi):
         import ray.train
 
         tokenizer = ChatTokenizer(self._setup.model, template=self._setup.template)
-        write = save_hf(
-            self.learner.trained, tokenizer, folder, dtype=self._compute, group=self._checkpointer.group
-        )
+        write = save_hf(self.learner.trained, tokenizer, folder, dtype=self._compute, group=self._checkpointer.group)
         self._checkpointer.write(write, partial(self._wrote, folder))
         checkpoint = ray.train.Checkpoint.from_directory(str(folder)) if self._index == 0 else None
         ray.train.report({}, checkpoint=checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)

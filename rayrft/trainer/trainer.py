@@ -106,7 +106,7 @@ class Trainer(Watched):
             return [self._answers[rank] for rank in range(self._config.ranks)]
 
     async def written(self, folder: Path) -> None:
-        """Wait until every rank has written its part of a checkpoint or export. Raises StorageError if one could not."""
+        """Wait until every rank has written its part of a checkpoint or export. Raises StorageError if one cannot."""
         async with self._changed:
             await self._from_ranks("part of a checkpoint", self._written.setdefault(folder, {}), folder)
             problems = [problem for problem in self._written.pop(folder).values() if problem is not None]

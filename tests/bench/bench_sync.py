@@ -2,7 +2,8 @@
 
 The transfer casts float32 parameters to bfloat16, fills buckets, digests them at both ends and copies every tensor into
 the receiver's model, which holds bfloat16; the broadcast sends one buffer of as many bytes. Seconds from the sender's
-begin to the receiver's end. Several senders hold shards, which they gather.
+begin to the receiver's end, and processor seconds of all processes, which a busy machine changes less. Several senders
+hold shards, which they gather.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ WIDTH = 1024
 
 def _transfers(
     parameters: int, bucket_mib: int, rounds: int
-) -> tuple[list[tuple[float, float]], list[dict[str, float]]]:
-    """Return the seconds of each round, of the transfer and of the broadcast; and of every process the bytes that it
-    moved, of those of the weights."""
+) -> tuple[list[list[float]], list[list[float]], list[dict[str, float]]]:
+    """Return the seconds of each round, of the transfer and of the broadcast; so many processor seconds; and of every
+    process the bytes that it moved, of those of the weights."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     metas = [
         TensorMeta(f"layers.{number}.weight", "bfloat16", (4 * WIDTH, WIDTH))
@@ -48,18 +49,23 @@ def _transfers(
 
     flat = torch.zeros(parcel.nbytes, dtype=torch.uint8)
     group = dist.new_group([0, last])
-    seconds = []
-    for number in range(1, rounds + 1):
-        taken = []
-        for work in (lambda number=number: transfer(channel, number, parcel, weights), lambda: _broadcast(flat, group)):
+    seconds, processors = torch.zeros(2, rounds, 2, dtype=torch.float64)
+    for number in range(rounds):
+        works = lambda number=number: transfer(channel, 1 + number, parcel, weights), lambda: _broadcast(flat, group)
+        for which, work in enumerate(works):
             dist.barrier()
-            started = time.perf_counter()
+            started, used = time.perf_counter(), time.process_time()
             work()
+            processors[number, which] = time.process_time() - used
             dist.barrier()
-            taken.append(time.perf_counter() - started)
-        seconds.append((taken[0], taken[1]))
+            seconds[number, which] = time.perf_counter() - started
     channel.close()
-    return seconds, [{name: each[name] / parcel.nbytes for name in sorted(each)} for each in moved]
+    dist.all_reduce(processors)
+    return (
+        seconds.tolist(),
+        processors.tolist(),
+        [{name: each[name] / parcel.nbytes for name in sorted(each)} for each in moved],
+    )
 
 
 def _broadcast(flat: Tensor, group: dist.ProcessGroup) -> None:
@@ -70,13 +76,12 @@ def _broadcast(flat: Tensor, group: dist.ProcessGroup) -> None:
 def main() -> None:
     options = parse(__doc__, millions=[62, 600], bucket_mib=[4, 64], senders=[1], rounds=7)
     for millions, size, senders in product(options.millions, options.bucket_mib, options.senders):
-        seconds, moved = on_ranks(senders + 1, _transfers, int(millions * 1e6), size, options.rounds)
-        ours, raw = zip(*seconds, strict=True)
-        ratios = [each / plain for each, plain in seconds]
-        print(
-            f"{millions} M parameters, buckets of {size} MiB, senders {senders}: {spread(ours)} s, broadcast "
-            f"{spread(raw)} s, ratio {spread(ratios)}"
-        )
+        seconds, processors, moved = on_ranks(senders + 1, _transfers, int(millions * 1e6), size, options.rounds)
+        print(f"{millions} M parameters, buckets of {size} MiB, senders {senders}:")
+        for what, rounds in (("seconds", seconds), ("processor seconds", processors)):
+            ours, raw = zip(*rounds, strict=True)
+            ratios = [each / plain for each, plain in rounds]
+            print(f"  {what}: {spread(ours)}, broadcast {spread(raw)}, ratio {spread(ratios)}")
         for who, counts in zip([*(f"sender {number}" for number in range(senders)), "receiver"], moved, strict=True):
             shares = ", ".join(f"{name} {share:.3g}" for name, share in counts.items())
             print(f"  {who}, times the bytes of the weights: {shares}")

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 from rayrft.cli.main import app
@@ -112,7 +113,7 @@ def test_an_error_for_want_of_memory_says_which_setting_saves_how_much(
     assert said(clip)["accumulate: sharded"] == pytest.approx(4 / 2 * 0.6e9, rel=0.1)
     monkeypatch.setattr("rayrft.trainer.dcp.checkpoint_state", full)
     for outside in (
-        lambda: gather(mock.Mock(to=full), torch.bfloat16),
+        lambda: gather(mock.Mock(spec=DTensor, to_local=full), torch.bfloat16),
         lambda: save_hf(mock.Mock(state_dict=full), mock.Mock(), tmp_path, dtype=torch.bfloat16),
         lambda: Checkpointer.save(mock.Mock(), mock.Mock(), tmp_path, print),
     ):

@@ -118,7 +118,8 @@ async def test_engines_elsewhere_follow_the_weights_that_a_run_writes(
 
     written.folder.write = damaged  # type: ignore[method-assign]
     written.step()
-    service = await asyncio.to_thread(services.serve_weights, followed(tiny_model, tmp_path), lambda _: None)
+    config = followed(tiny_model, tmp_path, **{"restarts.per_hour": 2, "restarts.backoff_s": 0})
+    service = await asyncio.to_thread(services.serve_weights, config, lambda _: None)
     try:
         pool_name = opened[0].arguments[2]
         pool: Handle[EnginePool] = Handle("pool", ray.get_actor(pool_name.name, namespace=pool_name.namespace))
@@ -138,9 +139,14 @@ async def test_engines_elsewhere_follow_the_weights_that_a_run_writes(
         await until([])
         written.step(3, 2)  # a difference to what is damaged, and a full version
         await until([5, 5])
+        generation = seen.generation
         for member in seen.members:
             member.handle.kill()
-        with pytest.raises(ActorDied, check=about("engines")):
+        while seen.generation < generation + 4:  # both leave, and their successors join
+            seen = await pool.call(EnginePool.members, seen.generation)
+        assert [member.version for member in seen.members] == [5, 5] and seen.replaced
+        seen.members[0].handle.kill()
+        with pytest.raises(ActorDied, match=r"3 deaths within an hour; restarts\.per_hour is 2"):
             await asyncio.to_thread(until_dead, service.anchor)
     finally:
         await asyncio.to_thread(service.stop)

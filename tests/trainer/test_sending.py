@@ -99,6 +99,15 @@ def test_shards_in_the_hosts_memory_are_gathered_on_the_device_that_computes() -
     as_rank(0, 2, _gathered_elsewhere)
 
 
+def _gathered_alone() -> bool:
+    sharded = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    return gather(sharded, torch.bfloat16).data_ptr() == sharded.to_local().data_ptr()
+
+
+def test_a_weight_that_a_rank_has_whole_is_copied_into_its_bucket_alone() -> None:
+    assert on_ranks(1, _gathered_alone) and gather(weight := torch.ones(2), torch.bfloat16) is weight
+
+
 def _saved_in_parts(models: dict[str, Path], tokenizer: str, to: Path) -> list[dict[str, int]]:
     """Save models whose size is above what one rank writes; give the bytes that each rank has written of each."""
     held, write = dict[str, int](), model_module.save_file
