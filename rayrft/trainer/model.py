@@ -28,7 +28,7 @@ from rayrft.trainer.policy import Policy
 if TYPE_CHECKING:
     from rayrft.trainer.reward_model import RewardClassifier
 
-_ONE_FILE = 5 << 30
+ONE_FILE = 5 << 30
 """Bytes up to which the first rank writes a model's weights, as one file."""
 
 _LAYER = re.compile(r"(.*?\.\d+|.*?(?=\.(base_layer|lora_[AB])\.))\..*")
@@ -72,7 +72,7 @@ def save_hf(
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     found = _exact(model, dtype)
-    large = sum(each.numel() for each in found.values()) * dtype.itemsize > _ONE_FILE
+    large = sum(each.numel() for each in found.values()) * dtype.itemsize > ONE_FILE
     sizes, state = [0] * (ranks if large else 1), dict[str, Tensor]()
     for _, layer in groupby(found.items(), lambda each: _LAYER.sub(r"\1", each[0])):
         owner = sizes.index(min(sizes))

@@ -133,7 +133,7 @@ def _export_beside_training(model: str, folder: Path, compute: torch.dtype, one_
         write_file(*arguments)
 
     with (
-        mock.patch.object(model_module, "_ONE_FILE", one_file),
+        mock.patch.object(model_module, "ONE_FILE", one_file),
         mock.patch.object(model_module, "save_file", refusing),
         mock.patch.multiple(Room, poll_s=0.0, limit_s=60.0),
     ):

@@ -116,7 +116,7 @@ def _saved_in_parts(models: dict[str, Path], tokenizer: str, to: Path) -> list[d
         held[family] = sum(tensor.nbytes for tensor in state.values())
         write(state, *arguments)
 
-    with mock.patch.object(model_module, "_ONE_FILE", 1000), mock.patch.object(model_module, "save_file", counted):
+    with mock.patch.object(model_module, "ONE_FILE", 1000), mock.patch.object(model_module, "save_file", counted):
         for family, folder in models.items():
             policy = _policy(str(folder))
             save_hf(policy, ChatTokenizer(tokenizer), to / family, dtype=torch.bfloat16)()
