@@ -137,10 +137,11 @@ class Outcome:
         evaluated = Counter(
             (each.stage, each.step, each.temperature) for each in records if isinstance(each, EvaluationRecord)
         )
+        sampled = STEPS - self.cluster.max_staleness  # the groups of later steps may have been sampled before
         idle = [
             life.name
             for life, each in self.cluster.services.items()
-            if each.until > each.since + 2 and not each.answers
+            if min(each.until, sampled) > each.since + 2 and not each.answers
         ]
         accepted = ("late", "stale", "not_finite")
         filtered = sum(ledger.dropped[each] for each in ledger.dropped if each not in accepted)
