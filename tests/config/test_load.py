@@ -266,7 +266,11 @@ HALF = {**EVEN, "gpu_memory_utilization": 0.8}
         ({**TRAINS, "trainer.gpus": 0.5, "trainer.ranks": 2}, "trainer.gpus", 0.5),
         ({**TRAINS, "trainer.gpus": 0.5, "trainer.ranks": 1}, None, {"trainer.gpus": 0.5}),
         ({**HALVES, "explorer.engine": {"gpus": 0.45, "tensor_parallel": 2}}, "explorer.engine.gpus", 0.45),
-        ({**HALVES, "explorer.engine": {**TWO, "count": 1}}, "weight_sync.backend", "auto"),
+        (
+            {**HALVES, "explorer.engine": {**TWO, "count": 1}, "weight_sync.backend": "ipc"},
+            "weight_sync.backend",
+            "ipc",
+        ),
         ({**HALVES, "weight_sync.backend": "files"}, "trainer.gpus", 0.5),
         ({**HALVES, "trainer": {"ranks": 1, "gpus": 0.5}, "weight_sync.backend": "files"}, None, {"colocated": False}),
         (HALVES, None, {"colocated": True}),
