@@ -109,7 +109,9 @@ class Code:
     def __call__(self, task: Task, response: str) -> RewardResult:
         language = task.metadata.get("language", self._language)
         tests = tests_of(task)
-        function = re.sub(r"^Solution(?:\(\))?\.", "", task.metadata.get("entry_point") or "")
+        if not isinstance(name := task.metadata.get("entry_point") or "", str):
+            raise DataError("is not the name of a function", field="metadata.entry_point", value=name)
+        function = re.sub(r"^Solution(?:\(\))?\.", "", name)
         source = extract(response, language, re.escape(function))
         verdict = self._runner(task, source, tests, language, until_failure=not self._partial)
         share = verdict.failures.count(None) / len(tests)

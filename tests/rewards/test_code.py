@@ -102,6 +102,7 @@ def test_what_is_wrong_with_the_task_is_unknown() -> None:
     for metadata in (
         {},
         {"entry_point": "add", "tests": []},
+        {"entry_point": 7, "tests": ASSERTIONS},
         {"entry_point": "add", "tests": [*CALLS, {"stdin": "", "stdout": ""}]},
         {"tests": CALLS},
         {"tests": [{"stdin": "3", "stdout": 3}]},
