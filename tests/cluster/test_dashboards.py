@@ -249,4 +249,4 @@ def test_every_query_of_every_panel_has_data_of_what_ray_exports(ray_cluster: An
             [steps] = source.series('ray_rayrft_train_steps_total{run="published"}')
             assert float(steps["value"][1]) == sum(record.kind == "step" for record in every_record())
         finally:
-            sink.close()
+            sink.close(failed=False)
