@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import sys
 from collections.abc import Iterator
 from itertools import cycle, islice
 from pathlib import Path
@@ -67,6 +69,7 @@ def test_a_hundred_cancelled_runs_leave_no_process_file_port_or_shared_memory(tm
     counted = list[dict[str, int]]()
     ways = islice(cycle([at_once, while_it_starts, after_a_step, with_its_weights]), RUNS)
     for number, cancel in enumerate(ways):
+        faulthandler.dump_traceback_later(600, exit=True, file=sys.__stderr__)  # a limit for each run, and not for all
         scripted: dict[str, Any] = {} if number % 10 == 7 else WITHOUT_VLLM
         cancel(rayrft.start({**config, **scripted}, say=lambda _: None))
         until_free(living, room)
