@@ -106,8 +106,8 @@ def names_reference() -> str:
 
 
 _CHANGES = [
-    "0.1.0: numbers are refused in the place of texts, except right answers and cells of CSV; options that no stage uses "
-    "are refused (`trainer.router_loss` and `head_chunk` beside reward models, `rollbacks`, `demonstrations`, "
+    "0.1.0: numbers are refused in the place of texts, except right answers and cells of CSV; options that no stage "
+    "uses are refused (`trainer.router_loss` and `head_chunk` beside reward models, `rollbacks`, `demonstrations`, "
     "`group_size`), also where a run that has them is resumed.",
     "0.1.0: `close` of a sink gets whether the run failed.",
     "0.1.0: the groups of a batch are in the order of their tickets, where they were in that of their arrival.",
