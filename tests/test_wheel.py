@@ -29,7 +29,7 @@ viewer = Viewer(Path(), ViewerConfig(), ()).app()
 async def get(app, path):
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://page") as http:
         answer = await http.get(path)
-        return answer.status_code, answer.headers["content-type"].partition(";")[0], len(answer.text) > 1000
+        return answer.status_code, answer.headers["content-type"].partition(";")[0], len(answer.text) > 900
 
 print(Path(rayrft.__file__).parent)
 for path in ("/", "/page.js", "/store.js", "/page.css", "/base.css"):

@@ -268,11 +268,11 @@ async def until_restarted(actor: Handle[Watched], pid: int) -> tuple[RayrftError
     while await actor.untracked.call(Watched.pid) == pid:  # also if it could not be reached for a while
         with contextlib.suppress(ray.exceptions.ActorUnavailableError):
             await actor.with_options(max_task_retries=0).call(Watched.watch)
-    ago = time.time() - await asyncio.to_thread(_ended_at, actor)
+    ago = time.time() - await asyncio.to_thread(ended_at, actor)
     return ActorDied("its process died", _REMEDY, field=actor.name), time.monotonic() - max(ago, 0.0)
 
 
-def _ended_at(actor: Handle[Watched]) -> float:
+def ended_at(actor: Handle[Watched]) -> float:
     """Return the time at which the process ended that had an actor before its present one: calls fail a second or two
     later, when Ray may have restarted it. Now, if Ray has forgotten that process."""
     records = ray_api.state._connect_and_get_accessor()

@@ -335,6 +335,7 @@ def simulate(
         mock.patch("ray.put", world.put),
         mock.patch("ray.get", lambda refs: [ref.get() for ref in refs]),
         mock.patch("ray.kill", world.kill),
+        mock.patch("rayrft.runtime.handle.ended_at", lambda _: time.time()),
         asyncio.Runner(loop_factory=lambda: loop) as runner,
     ):
         runner.run(main())
