@@ -46,6 +46,20 @@ def test_the_rows_of_a_group_are_dealt_over_ranks_with_the_advantages_of_the_who
     assert buffer.do("ack", 0).trained == 4
 
 
+@pytest.mark.parametrize("arrival", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_rows_are_dealt_in_the_order_of_their_tickets_whatever_that_of_their_arrival(
+    arrival: tuple[int, ...], buffer: LocalBuffer
+) -> None:
+    buffer.do("open_stage", plan(3))
+    tickets = buffer.do("admit", "explorer", 1, 3)
+    for number in arrival:
+        buffer.put([(group(number), tickets[number])])
+    for _ in range(2):
+        [rows] = buffer.lease(0, ranks=1)[1]
+        assert [row for row, _, _ in rows] == ["0/0", "0/1", "1/0", "1/1", "2/0", "2/1"], "sums have the same last bits"
+        buffer.restart()
+
+
 def test_staleness_is_counted_from_the_oldest_token(buffer: LocalBuffer) -> None:
     buffer.do("open_stage", plan(1, max_staleness=2, version=7))
     buffer.put([(group(0, version=6), buffer.do("admit", "explorer", 1, 1)[0])])
