@@ -11,7 +11,6 @@ import json
 import os
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, astuple
@@ -21,11 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rayrft.buffer.events import Extent
 from rayrft.buffer.expert_rows import expert_file
-from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.log.segments import read_log_rows, segment_name
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.reader import StateReader, log_folder
@@ -36,6 +33,7 @@ from rayrft.experience import Experience, VersionSpan, json_digest
 from rayrft.explorer.unstored import ANSWERS
 from rayrft.json_lines import read_lines
 from rayrft.registry import Lazy
+from rayrft.viewer.columns import LOGGED, TEXT_LENGTH, table_of_places, table_of_rows
 
 if TYPE_CHECKING:
     import duckdb
@@ -46,12 +44,8 @@ CHOICES = ("source", "status", "stop_reason", "group_status", "drop_reason")
 """Columns of a few values, from which one is chosen."""
 _QUERY_S = 20.0
 _UNUSED_DAYS = 60
-_PIECE = 4096
-"""Rows that a thread of DuckDB reads at a time."""
 _WRITTEN = 122_880
 """Rows of a transaction: DuckDB compresses so many together, and writes fewer to its log and again to the table."""
-_SHOWN = 200
-"""Characters of a question and an answer that are kept, to be shown and searched."""
 _UNSTORED = -(1 << 40)
 """Places of answers that the Buffer did not store are less."""
 _TABLES = f"""
@@ -69,7 +63,7 @@ create view experiences as select * from answers where place > {_UNSTORED};
 """Answers are the experiences, which are rows of the log, and answers that the Buffer did not store."""
 _READ = f"""
 delete from rows where place < {_UNSTORED} and experience_id in (select experience_id from new_rows);
-insert into rows by name select new_rows.* exclude (weight_versions) replace (left(error, {_SHOWN}) as error,
+insert into rows by name select new_rows.* exclude (weight_versions) replace (left(error, {TEXT_LENGTH}) as error,
     coalesce(len(images), 0) as images),
     list_min(list_transform(weight_versions, lambda span: span.version)) as version,
     list_max(list_transform(weight_versions, lambda span: span.version)) as newest_version,
@@ -77,7 +71,7 @@ insert into rows by name select new_rows.* exclude (weight_versions) replace (le
 """
 _ADD = f"""
 delete from rows where place < {_UNSTORED} and experience_id in (select experience_id from new_answers);
-insert into rows by name select * replace (left(question, {_SHOWN}) as question, left(answer, {_SHOWN}) as answer),
+insert into rows by name select * replace (left(question, {TEXT_LENGTH}) as question, left(answer, {TEXT_LENGTH}) as answer),
     {_UNSTORED} - (hash(group_id) % {1 << 32})::bigint - 1 as place, count(*) over of_group as group_rows,
     avg(reward) over of_group as group_reward, stddev_pop(reward) over of_group as group_deviation
 from new_answers where not exists (select 1 from rows where experience_id = new_answers.experience_id)
@@ -104,14 +98,6 @@ _ANSWER = pa.schema(
     }
 )
 """Of an answer that the Buffer did not store."""
-_SAME = {
-    **{name: name for name in ("experience_id", "group_id", "task_id", "source", "status", "stop_reason", "error")},
-    **{name: name for name in ("reward", "weight_versions", "images", "metrics", "finished_at")},
-    "prompt_tokens": "prompt_length",
-    "components": "reward_components",
-}
-"""Columns of the log as they are, by their names in the table."""
-_LOGGED = {*_SAME.values(), "action_mask", "logprobs", "turns"}
 _VERSION = json_digest([_TABLES, _READ, _ADD, _MOVE])
 """Of the tables; files with others are deleted."""
 
@@ -269,7 +255,7 @@ class RowIndex:
         sizes = {path.name: path.stat().st_size for path in self._answers}
         about["answers"] = {name: end for name, end in ends.items() if end <= sizes.get(name, -1)}
         stale = {*old.get("extents", ()), *old.get("answers", ())} - kept.keys() - about["answers"].keys()
-        self._write(about, stale, places=_places(state, experts))
+        self._write(about, stale, places=table_of_places(state, experts))
         stale, read = set[str](), list[pa.Table]()
         for name, extent in {**extents, **experts}.items():
             known = about["extents"].get(name)
@@ -277,13 +263,13 @@ class RowIndex:
             if before == extent or not extent.rows:
                 continue
             try:
-                batch = read_log_rows(storage, name, extent, before, _LOGGED)
+                batch = read_log_rows(storage, name, extent, before, LOGGED)
             except StorageError as error:
                 about["damaged"][name] = str(error)
                 continue
             about["extents"][name] = astuple(extent)
             stale |= set() if before else {name}
-            read.append(_placed(state, extent, batch, name, before.rows if before else 0, name in experts))
+            read.append(table_of_rows(state, extent, batch, name, before.rows if before else 0, name in experts))
             # The newest rows are shown at once.
             if len(about["extents"]) == 1 or sum(rows.num_rows for rows in read) >= _WRITTEN:
                 self._write(about, stale, rows=pa.concat_tables(read))
@@ -332,123 +318,6 @@ class RowIndex:
     def _read_about(self) -> dict[str, Any]:
         with self._database.cursor() as connection:
             return json.loads(connection.execute("select value from about").fetchall()[0][0])
-
-
-def _places(state: State, experts: dict[str, Extent]) -> pa.Table:
-    """Return a row for each place of rows in the log: those of groups, by segment and first row, and of files of
-    demonstrations."""
-    groups = state.groups
-    slots = np.flatnonzero(groups.status != GroupStatus.FREE)
-    statuses = np.array([status.name.lower() for status in GroupStatus], object)
-    reasons = np.array([*state.contents.ledger.dropped, None], object)
-    dropped = np.where(groups.status[slots] == GroupStatus.DROPPED, groups.reason[slots], -1)
-    uses = groups.uses[slots].astype(np.int32)
-    usual = pa.table(
-        {
-            "place": _place(groups.segment[slots], groups.row[slots]),
-            "first": groups.row[slots].astype(np.int32),
-            "group_status": pa.array(statuses[groups.status[slots]], pa.string()),
-            "step": pa.array(groups.last_step[slots] + 1, mask=uses == 0),
-            "uses": uses,
-            "drop_reason": pa.array(reasons[dropped], pa.string()),
-        }
-    )
-    names = list(experts)
-    nothing = [None] * len(names)
-    values = [[*map(_expert_place, names)], [0] * len(names), ["demonstration"] * len(names), *[nothing] * 3]
-    return pa.concat_tables([usual, pa.table(values, schema=usual.schema)])
-
-
-def _place(segment: Any, row: Any) -> Any:
-    return np.int64(1 << 32) * segment + row
-
-
-def _expert_place(file: str) -> int:
-    return -2 - zlib.crc32(file.encode())
-
-
-def _placed(state: State, extent: Extent, batch: pa.RecordBatch, file: str, first: int, is_expert: bool) -> pa.Table:
-    """Return the columns that `_READ` needs of rows of a file from row ``first`` on. Those of no group get place -1."""
-    numbers = np.arange(first, first + batch.num_rows)
-    if is_expert:
-        places = np.full(len(numbers), _expert_place(file))
-    else:
-        groups = state.groups
-        slots = np.flatnonzero((groups.segment == extent.segment) & (groups.status != GroupStatus.FREE))
-        slots = slots[np.argsort(groups.row[slots])]
-        of_row = np.searchsorted(groups.row[slots], numbers, "right") - 1
-        starts, counts = groups.row[slots][of_row], groups.rows[slots][of_row]
-        places = np.where((of_row >= 0) & (numbers < starts + counts), _place(np.int64(extent.segment), starts), -1)
-    question, answer = _texts(batch.column("turns"))
-    mask, logprobs = batch.column("action_mask"), batch.column("logprobs")
-    tokens = _sums(mask.values.to_numpy(), mask.offsets.to_numpy(), np.int32)
-    logprob = _sums(logprobs.values.to_numpy(), logprobs.offsets.to_numpy(), np.float32)
-    columns = {
-        **{name: batch.column(logged) for name, logged in _SAME.items()},
-        **_group_columns(places, batch.column("group_id"), batch.column("reward")),
-        "place": places,
-        "file": pa.repeat(pa.scalar(file), len(numbers)),
-        "row": numbers.astype(np.int32),
-        "tokens": tokens,
-        "logprob": pa.array(logprob / np.maximum(tokens, 1), mask=tokens == 0),
-        "turns": pc.list_value_length(batch.column("turns")),
-        "question": question,
-        "answer": answer,
-    }
-    return pa.Table.from_batches(pa.table(columns).to_batches(_PIECE))  # else DuckDB reads them with one thread
-
-
-def _group_columns(places: np.ndarray, groups: pa.StringArray, rewards: pa.Array) -> dict[str, Any]:
-    """Return of every row its group's number of rows, and mean and deviation of the rewards that are known."""
-    begins = (np.diff(places) != 0) | pc.not_equal(groups[1:], groups[:-1]).to_numpy(zero_copy_only=False)
-    bounds = np.array([0, *np.flatnonzero(begins) + 1, len(places)])
-    sizes, known = np.diff(bounds), rewards.is_valid().to_numpy(zero_copy_only=False)
-    reward, rated = rewards.fill_null(0).to_numpy().astype(np.float64), np.repeat(_sums(known, bounds), sizes)
-
-    def mean(values: np.ndarray) -> np.ndarray:
-        return np.repeat(_sums(values, bounds), sizes) / np.maximum(rated, 1)
-
-    of_group = mean(reward)
-    deviation = np.sqrt(mean(np.where(known, (reward - of_group) ** 2, 0)))
-    rewarded = {"group_reward": of_group, "group_deviation": deviation}
-    return {
-        "group_rows": np.repeat(sizes, sizes).astype(np.int32),
-        **{name: pa.array(values, mask=rated == 0) for name, values in rewarded.items()},
-    }
-
-
-def _sums(values: np.ndarray, bounds: np.ndarray, dtype: type[np.number[Any]] = np.float64) -> np.ndarray:
-    """Return the sums of the values between consecutive bounds, in a tenth of DuckDB's time."""
-    sums, filled = np.zeros(len(bounds) - 1, dtype), np.flatnonzero(np.diff(bounds))
-    sums[filled] = np.add.reduceat(values[: bounds[-1]], bounds[filled], dtype=dtype)
-    return sums
-
-
-def _texts(turns: pa.ListArray) -> tuple[pa.Array, pa.Array]:
-    """Return the beginnings of the first question and the last answer of every row, in an eighth of DuckDB's time."""
-    starts, flat = turns.offsets.to_numpy(), turns.flatten()
-    row = np.repeat(np.arange(len(turns)), np.diff(starts))
-    ends = flat.offsets.to_numpy()
-    turn = np.repeat(np.arange(len(flat)), np.diff(ends))
-    keys, values = (each[ends[0] : ends[-1]] for each in (flat.keys, flat.items))
-
-    def numbers(names: list[str], texts: pa.Array) -> np.ndarray:
-        return pc.index_in(texts, pa.array(names)).fill_null(-1).to_numpy()
-
-    key = numbers(["role", "content"], keys)
-    role = np.full(len(flat), -1)
-    role[turn[key == 0]] = numbers(["user", "assistant"], values.filter(pa.array(key == 0)))
-    content = np.full(len(flat) + 1, -1)  # the last one is of rows without such a turn
-    content[turn[key == 1]] = np.flatnonzero(key == 1)
-
-    def of_rows(chosen: np.ndarray) -> pa.Array:
-        """Return the content of the turns; of several turns of a row the last counts."""
-        place = np.full(len(turns), len(flat))
-        place[row[chosen]] = chosen
-        at = content[place]
-        return pc.utf8_slice_codeunits(values.take(pa.array(at, mask=at < 0)), 0, _SHOWN)
-
-    return of_rows(np.flatnonzero(role == 0)[::-1]), of_rows(np.flatnonzero(role == 1))
 
 
 def _answer_row(line: bytes) -> dict[str, Any] | None:
