@@ -71,7 +71,8 @@ insert into rows by name select new_rows.* exclude (weight_versions) replace (le
 """
 _ADD = f"""
 delete from rows where place < {_UNSTORED} and experience_id in (select experience_id from new_answers);
-insert into rows by name select * replace (left(question, {TEXT_LENGTH}) as question, left(answer, {TEXT_LENGTH}) as answer),
+insert into rows by name select * replace (left(question, {TEXT_LENGTH}) as question,
+    left(answer, {TEXT_LENGTH}) as answer),
     {_UNSTORED} - (hash(group_id) % {1 << 32})::bigint - 1 as place, count(*) over of_group as group_rows,
     avg(reward) over of_group as group_reward, stddev_pop(reward) over of_group as group_deviation
 from new_answers where not exists (select 1 from rows where experience_id = new_answers.experience_id)
