@@ -265,11 +265,14 @@ async def until_failed(actor: Handle[Watched]) -> None:
 async def until_restarted(actor: Handle[Watched], pid: int) -> tuple[RayrftError, float]:
     """Return why an actor's process of this id died, and when, once Ray has restarted the actor. Raises the error of an
     actor that Ray fails to restart."""
+    alive = time.monotonic()
     while await actor.untracked.call(Watched.pid) == pid:  # also if it could not be reached for a while
+        alive = time.monotonic()
         with contextlib.suppress(ray.exceptions.ActorUnavailableError):
             await actor.with_options(max_task_retries=0).call(Watched.watch)
     ago = time.time() - await asyncio.to_thread(ended_at, actor)
-    return ActorDied("its process died", _REMEDY, field=actor.name), time.monotonic() - max(ago, 0.0)
+    died = max(alive, time.monotonic() - max(ago, 0.0))  # whatever the clocks of two nodes say
+    return ActorDied("its process died", _REMEDY, field=actor.name), died
 
 
 def ended_at(actor: Handle[Watched]) -> float:
