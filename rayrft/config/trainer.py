@@ -81,6 +81,9 @@ class TrainerConfig(Section):
     router_loss: float = Field(0.0, ge=0)
     """Policies with experts: the weight of the loss that balances their load (Fedus et al. 2021, arXiv:2101.03961, eq.
     4 to 6), the mean over the micro-batches of an update. It is not part of the loss that is reported."""
+    expert_parallel: bool = False
+    """Models with experts: every rank keeps its part of the experts of each layer whole, and tokens travel to them
+    (all-to-all), where else the weights of all experts travel to every rank. By transformers' plan for the model."""
     lora: LoraConfig | None = None
     """Train only an adapter. Every stage starts a new one, on its initial weights with their adapter merged."""
 
@@ -94,6 +97,9 @@ class TrainerConfig(Section):
         if self.ranks % self.replicas:
             problem = f"must divide ranks, {self.ranks}"
             raise invalid("replicas", problem, "give the number of nodes, or 1", value=self.replicas)
+        if self.expert_parallel and self.replicas > 1:
+            problem, remedy = "needs all ranks in one copy of the model", "set replicas: 1, or expert_parallel: false"
+            raise invalid("expert_parallel", problem, remedy, value=True)
         if self.router_loss and self.lora is not None:
             raise invalid("router_loss", "is not used with an adapter, which leaves routers as they are", "remove it")
         if self.not_finite != "rollback" and self.rollbacks != type(self).model_fields["rollbacks"].default:

@@ -38,11 +38,29 @@ def rank_mesh(device: str, ranks: int, replicas: int) -> DeviceMesh:
     return init_device_mesh(device, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(policy: Sharded, mesh: DeviceMesh, compute: torch.dtype, *, cpu_offload: bool = False) -> Sharded:
+def expert_mesh(device: str, ranks: int) -> DeviceMesh:
+    """Return the mesh over which experts are spread. A collective."""
+    return init_device_mesh(device, (1, ranks), mesh_dim_names=("copies", "experts"))
+
+
+def spreads_experts(mesh: DeviceMesh) -> bool:
+    """Return whether a mesh is that of `expert_mesh`."""
+    return "experts" in (mesh.mesh_dim_names or ())
+
+
+def shard(
+    policy: Sharded,
+    mesh: DeviceMesh,
+    compute: torch.dtype,
+    *,
+    cpu_offload: bool = False,
+    experts: DeviceMesh | None = None,
+) -> Sharded:
     """Shard by FSDP2: every decoder layer is a unit, the root holds the rest. Gradients are reduced in float32, over
     the last dimension of the mesh and then over the replicas of the first (HSDP), if it has two.
 
-    ``cpu_offload``: parameters, gradients and optimiser state are kept in CPU memory while unused.
+    ``cpu_offload``: parameters, gradients and optimiser state are kept in CPU memory while unused. ``experts``: the
+    mesh over which those of each layer are spread (see `TrainerConfig.expert_parallel`).
     """
     precision = (
         fsdp.MixedPrecisionPolicy()
@@ -50,6 +68,10 @@ def shard(policy: Sharded, mesh: DeviceMesh, compute: torch.dtype, *, cpu_offloa
         else fsdp.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     )
     offload = fsdp.CPUOffloadPolicy() if cpu_offload else fsdp.OffloadPolicy()
+    if experts is not None:
+        for module in _spread(policy.model, experts):
+            fsdp.fully_shard(module, mesh=experts["copies"], mp_policy=precision, offload_policy=offload)
+            module.set_gradient_divide_factor(float(mesh.size()))  # an expert's gradient is of the rows of all ranks
     layers = set(policy.model._no_split_modules or ())
     for module in policy.modules():
         if type(module).__name__ in layers:
@@ -58,6 +80,23 @@ def shard(policy: Sharded, mesh: DeviceMesh, compute: torch.dtype, *, cpu_offloa
     if isinstance(policy, Policy):
         fsdp.register_fsdp_forward_method(policy, "top_logprobs")
     return policy
+
+
+def _spread(model: Any, mesh: DeviceMesh) -> list[Any]:
+    """Give every rank its part of the experts of each layer, and let tokens travel to them, by the plan that
+    transformers has for the model. Return the modules of experts."""
+    from transformers.distributed.tensor_parallel import apply_expert_parallelism
+
+    plan: dict[str, str] = model.ep_plan
+    problem = "" if "ep_dispatch_experts" in plan.values() else "the model has no experts to which tokens could travel"
+    try:
+        apply_expert_parallelism(model, mesh["experts"], None, plan)
+    except ValueError as error:
+        problem = first_line(error)
+    if problem:
+        remedy = "set it to false, or trainer.ranks to a divisor of the number of experts"
+        raise ModelError(problem, remedy, field="trainer.expert_parallel", value=type(model).__name__)
+    return [module for module in model.modules() if getattr(module, "_is_expert_parallel", False)]
 
 
 def reshard(model: nn.Module) -> None:
@@ -128,6 +167,7 @@ class Loader:
         self, config: TrainerConfig, mesh: DeviceMesh, device: torch.device, compute: torch.dtype, seed: int
     ) -> None:
         self._config, self._mesh, self._compute, self._seed = config, mesh, compute, seed
+        self._experts = expert_mesh(mesh.device_type, mesh.size()) if config.expert_parallel else None
         self._device = device
         self._paths: dict[str, FastPaths] = {}
 
@@ -157,7 +197,10 @@ class Loader:
                 policy.lora = Lora(policy.model, lora, origin=path, compute=self._compute, seed=self._seed)
             if frozen:
                 policy.requires_grad_(False)
-            made.append(shard(kind(policy), self._mesh, self._compute, cpu_offload=config.cpu_offload))
+            # A frozen model is of another kind, perhaps: one without experts.
+            experts = None if frozen and not policy.model.ep_plan else self._experts
+            offload = config.cpu_offload
+            made.append(shard(kind(policy), self._mesh, self._compute, cpu_offload=offload, experts=experts))
 
         dtype = torch.float32 if lora is None and not frozen else self._compute
         device = _CPU if config.cpu_offload else self._device
@@ -186,12 +229,15 @@ class Loader:
         return self._paths[path]
 
 
-def load_like(example: Tensor, folder: str, dtype: torch.dtype, device: torch.device) -> Policy:
-    """Load a model, sharded as the example, one of its parameters, is, if it is."""
+def load_like(model: nn.Module, folder: str, dtype: torch.dtype, device: torch.device) -> Policy:
+    """Load a model, sharded as another one is, if it is."""
+    meshes = {each.device_mesh for each in model.parameters() if isinstance(each, DTensor)}
+    experts = next(filter(spreads_experts, meshes), None)
+    whole = next((mesh for mesh in meshes if mesh is not experts), None)
 
     def prepare(fresh: Policy) -> None:
-        if isinstance(example, DTensor):
-            shard(fresh, example.device_mesh, dtype)
+        if whole is not None:
+            shard(fresh, whole, dtype, experts=experts)
 
     return load_policy(folder, dtype=dtype, device=device, prepare=prepare)
 
@@ -205,7 +251,7 @@ def load_hf(policy: Policy, folder: str) -> None:
     reshard(policy)
     held = dict(policy.model.named_parameters())
     example = next(weight for name, weight in held.items() if ".lora_" not in name)
-    theirs = dict(load_like(example, folder, example.dtype, example.device).model.named_parameters())
+    theirs = dict(load_like(policy, folder, example.dtype, example.device).model.named_parameters())
     factors = policy.lora.initial_factors() if policy.lora is not None else {}
     for name, weight in held.items():
         weight.copy_(_placed(factors[name], weight) if name in factors else theirs[checkpoint_name(name)])

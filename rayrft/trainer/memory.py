@@ -41,6 +41,8 @@ class Shape:
     """Parameters outside the layers: embedding, head and norms."""
     layer: int
     """Parameters of the largest layer."""
+    experts: int
+    """Of these, what is in experts that ranks may share (`TrainerConfig.expert_parallel`)."""
     layers: int
     hidden: int
     vocabulary: int
@@ -118,6 +120,8 @@ def memory_savings(
         f"raise trainer.ranks to {ranks}": {"ranks": ranks},
     }
     changes["set trainer.moments: 8bit (package torchao)"] = {"moments": "8bit"}
+    if config.replicas == 1:
+        changes["set trainer.expert_parallel: true"] = {"expert_parallel": True}
     if config.gpus:
         changes["set trainer.cpu_offload: true"] = {"cpu_offload": True}
 
@@ -181,10 +185,11 @@ def rank_memory(
     models += (state + _GRADIENT) * trained if critic else 0
     logits = LOGITS * 4 * (config.head_chunk or chunk_tokens(shape.vocabulary, gpu_bytes)) * shape.vocabulary
     on_gpu = 0 if config.cpu_offload else 1
+    elsewhere = shape.experts * (ranks - 1) // ranks if config.expert_parallel else 0
     return RankMemory(
         states=on_gpu * (state * trained + frozen) / ranks,
         gradients=on_gpu * _GRADIENT * trained / (1 if whole else ranks),
-        gathered=compute * (shape.root + 2 * shape.layer),
+        gathered=compute * (shape.root + 2 * (shape.layer - elsewhere)),
         head=4 * shape.vocabulary * shape.hidden + logits,
         activations=activations,
         models=on_gpu * models / ranks,
@@ -208,6 +213,7 @@ def _shape(model: Any) -> Shape:
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     sizes = [_numbers(layer) for layer in layers]
+    experts = [sum(map(_numbers, filter(_has_experts, layer.modules()))) for layer in layers]
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     linear = [each for each in model.base_model.modules() if isinstance(each, nn.Linear)]
@@ -215,12 +221,17 @@ def _shape(model: Any) -> Shape:
         parameters=_numbers(model),
         root=_numbers(model) - sum(sizes),
         layer=max(sizes, default=0),
+        experts=max(experts, default=0) if "ep_dispatch_experts" in model.ep_plan.values() else 0,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         linear=sum(each.in_features + each.out_features for each in linear),
         kv_numbers=2 * text.num_hidden_layers * heads * width,
     )
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return hasattr(module, "_is_expert_parallel")
 
 
 def _numbers(module: nn.Module) -> int:

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.files import atomic_folder, storage_error
-from rayrft.trainer.loading import load_like
+from rayrft.trainer.loading import load_like, spreads_experts
 from rayrft.trainer.lora import checkpoint_name
 from rayrft.trainer.policy import Policy
 
@@ -51,8 +51,10 @@ def gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     mesh, shape, stride, local = tensor.device_mesh, tensor.shape, tensor.stride(), tensor.to_local()
     if mesh.size() == 1:
         return local.to(mesh.device_type)
-    shard = local.to(mesh.device_type, dtype)
-    moved = DTensor.from_local(shard, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    shard, placements = local.to(mesh.device_type, dtype), tensor.placements
+    if spreads_experts(mesh):  # the other dimension, of size 1, would be gathered by itself
+        mesh, placements = mesh["experts"], (Shard(0),)
+    moved = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
     return moved.full_tensor()
 
 
@@ -128,7 +130,7 @@ def _exact(model: Policy | RewardClassifier, dtype: torch.dtype) -> dict[str, Te
     base, held = model.lora.base, next(each for each in model.parameters() if not each.requires_grad)
     if held.dtype == torch.float32 or held.dtype == dtype == AutoConfig.from_pretrained(base).dtype:
         return found
-    frozen = load_like(held, base, torch.float32, torch.device("cpu")).model
+    frozen = load_like(model, base, torch.float32, torch.device("cpu")).model
     exact = (frozen if isinstance(model, Policy) else frozen.base_model).state_dict()
     return {name: exact.get(checkpoint_name(name).removeprefix("model."), each) for name, each in found.items()}
 

@@ -329,7 +329,7 @@ def lora(options: argparse.Namespace) -> Iterator[str]:
     yield from small_run("lora", options, {"trainer.lora": {"rank": 8}})
 
 
-@section("A mixture of experts")
+@section("A mixture of experts, which ranks share")
 def moe(options: argparse.Namespace) -> Iterator[str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
@@ -343,7 +343,8 @@ def moe(options: argparse.Namespace) -> Iterator[str]:
     sizes |= {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": len(AutoTokenizer.from_pretrained(folder))}
     config = Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    yield from small_run("moe", options, {"model": {"path": str(folder), "max_length": 64}})
+    changes = {"model": {"path": str(folder), "max_length": 64}, "trainer.expert_parallel": True}
+    yield from small_run("moe", options, changes)
 
 
 @section("A model with eyes")

@@ -161,6 +161,7 @@ REWARDS = {"name": "r", "algorithm": {"name": "reward_model"}, "steps": 1, "batc
         ([REWARDS], {"trainer.router_loss": 0.1}, "trainer.router_loss", 0.1),
         ([GRPO, REWARDS], {"trainer.router_loss": 0.1}, "trainer.router_loss", 0.1),
         ([GRPO], {"trainer": {"router_loss": 0.1, "lora": {}}}, "trainer.router_loss", None),
+        ([GRPO], {"trainer": {"expert_parallel": True, "ranks": 4, "replicas": 2}}, "trainer.expert_parallel", True),
         ([REWARDS], {"trainer.head_chunk": 64}, "trainer.head_chunk", 64),
         ([GRPO], {"trainer.rollbacks": 4}, "trainer.rollbacks", 4),
         ([GRPO], {"stages.grpo.demonstrations": "expert"}, "stages.grpo.demonstrations", "expert"),

@@ -28,14 +28,14 @@ from rayrft.trainer.optimizer import Optimizer
 from tests.config.given import GRPO, base
 from tests.core.given import config_of
 from tests.errors import about
-from tests.trainer.families import SHAPES
+from tests.trainer.families import FAMILIES, SHAPES
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders with the configs of large models, and no weights."""
     found = {}
-    for name, config in SHAPES.items():
+    for name, config in {**SHAPES, "experts": FAMILIES["qwen3 moe"]}.items():
         folder = tmp_path_factory.mktemp("model")
         config.save_pretrained(folder)
         found[name] = str(folder)
@@ -170,6 +170,17 @@ def test_models_beside_the_policy_and_adapters_count(models: dict[str, str]) -> 
     assert rank_memory(shape, TrainerConfig(ranks=8, cpu_offload=True), half=True).states == 0
     whole = rank_memory(shape, TrainerConfig(ranks=8, accumulate="unsharded"), half=True)
     assert whole.gradients == 4 * shape.parameters
+
+
+def test_experts_that_ranks_share_are_gathered_by_none(models: dict[str, str]) -> None:
+    shape, dense = shape_of(models["experts"]), shape_of(models["qwen3 0.6B"])
+    kept, shared = (TrainerConfig(ranks=4, expert_parallel=spreads) for spreads in (False, True))
+    assert shape.experts == 4 * 3 * 32 * 16 and dense.experts == 0
+    saved = rank_memory(shape, kept, half=True).gathered - rank_memory(shape, shared, half=True).gathered
+    assert saved == 2 * 2 * shape.experts * 3 // 4
+    assert rank_memory(dense, kept, half=True) == rank_memory(dense, shared, half=True)
+    changes = dict(memory_savings(models["experts"], kept, ["gathered"], half=True))
+    assert changes["set trainer.expert_parallel: true"] == saved
 
 
 def test_what_stays_in_the_hosts_memory_counts_and_is_compared_with_what_is_reserved(models: dict[str, str]) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -26,7 +27,7 @@ from rayrft.config.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from rayrft.errors import ModelError
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
-from rayrft.trainer.loading import FastPaths, Loader, load_policy, rank_mesh, shard
+from rayrft.trainer.loading import FastPaths, Loader, expert_mesh, load_hf, load_policy, rank_mesh, shard
 from rayrft.trainer.memory import RankMemory, rank_memory, shape_of
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, scored_batch
@@ -70,9 +71,11 @@ def gradients(policy: Policy) -> dict[str, Tensor | None]:
     return {name: None if each.grad is None else full(each.grad) for name, each in policy.named_parameters()}
 
 
-def _loaded(folder: str) -> Any:
+def _loaded(folder: str, spreads: bool) -> Any:
     """The parts of a sharded model, put together, its buffers, gradients, and the class and config of the model."""
-    policy = load_policy(folder, prepare=lambda policy: shard(policy, mesh(), torch.float32))
+    experts = expert_mesh("cpu", dist.get_world_size()) if spreads else None
+    ranks = rank_mesh("cpu", dist.get_world_size(), 1) if spreads else mesh()
+    policy = load_policy(folder, prepare=lambda policy: shard(policy, ranks, torch.float32, experts=experts))
     assert all(isinstance(each, DTensor) and each.dtype == torch.float32 for each in policy.parameters())
     size, ranks = sum(each.numel() for each in policy.parameters()), mesh().size(-1)
     own = sum(each.to_local().numel() for each in policy.parameters())  # type: ignore[attr-defined]
@@ -82,16 +85,20 @@ def _loaded(folder: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks"),
+    ("family", "ranks", "spreads"),
     [
-        *((family, ranks) for family in (*FAMILIES, "qwen2-vl") for ranks in (2, 3)),
-        ("qwen3, tied", 4),
-        ("qwen3 moe", 4),
+        *((family, ranks, False) for family in (*FAMILIES, "qwen2-vl") for ranks in (2, 3)),
+        ("qwen3, tied", 4, False),
+        ("qwen3 moe", 4, False),
+        ("qwen3 moe", 2, True),
+        ("qwen3 moe", 4, True),
     ],
 )
-def test_the_parts_of_all_ranks_are_the_whole_model(folders: dict[str, Path], family: str, ranks: int) -> None:
+def test_the_parts_of_all_ranks_are_the_whole_model(
+    folders: dict[str, Path], family: str, ranks: int, spreads: bool
+) -> None:
     whole = load_policy(str(folders[family]))
-    weights, buffers, found, kind, config = on_ranks(ranks, _loaded, str(folders[family]))
+    weights, buffers, found, kind, config = on_ranks(ranks, _loaded, str(folders[family]), spreads)
     assert weights.keys() == dict(whole.named_parameters()).keys()
     assert all(torch.equal(each, weights[name]) for name, each in whole.named_parameters())
     assert buffers.keys() == dict(whole.named_buffers()).keys()
@@ -298,31 +305,65 @@ def _sparse(config: PreTrainedConfig, folder: Path) -> tuple[int, int]:
     return 2 * numbers, numbers
 
 
-def _trained(folder: str, checkpoint: Path) -> dict[bool, list[Tensor]]:
-    """The weights after two steps, and after a step on from a checkpoint, of a model that was read in parts, and of one
-    that was sharded when it was whole."""
-    found: dict[bool, list[Tensor]] = {}
-    for parts in (False, True):
+def _trained(folder: str, checkpoint: Path, ways: list[str]) -> dict[str, list[Tensor]]:
+    """The weights after two steps, after a step on from a checkpoint, and those of a folder, of a model that was read
+    in parts, perhaps with its experts spread over the ranks, and of one that was sharded when it was whole."""
+    found: dict[str, list[Tensor]] = {}
+    for way in ways:
+        experts = expert_mesh("cpu", dist.get_world_size()) if way == "experts" else None
 
-        def learner(parts: bool = parts) -> Learner:
-            policy = load_policy(folder, prepare=lambda each: shard(each, mesh(), torch.float32) if parts else None)
+        def prepare(policy: Policy, way: str = way, experts: DeviceMesh | None = experts) -> None:
+            if way == "experts":
+                policy.checkpoint_layers()  # tokens travel once more in the backward pass
+            if way != "whole":
+                shard(policy, mesh(), torch.float32, experts=experts)
+
+        def learner(way: str = way, prepare: Callable[[Policy], None] = prepare) -> Learner:
+            policy = load_policy(folder, prepare=prepare)
             policy.use(packs=True, chunks_head=True)
-            return make_learner("grpo", policy=policy if parts else shard(policy, mesh(), torch.float32))
+            return make_learner("grpo", policy=shard(policy, mesh(), torch.float32) if way == "whole" else policy)
 
         first, rows = learner(), mine(own_rows())
         first.step([rows])
-        assert write(first, checkpoint / str(parts), rows) == [None]
+        assert write(first, checkpoint / way, rows) == [None]
         second = learner()
-        Checkpointer().load(second, checkpoint / str(parts))
-        second.step([rows])
-        found[parts] = [weights(first), weights(second)]
+        Checkpointer().load(second, checkpoint / way)
+        norm = second.step([rows]).metrics.grad_norm
+        found[way] = [weights(first), weights(second), torch.tensor(norm)]
+        load_hf(second.policy, folder)
+        found[way].append(weights(second))
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3, tied", "llama"])
+@pytest.mark.parametrize(
+    ("family", "ways", "atol"),
+    [
+        ("qwen3, tied", ["whole", "parts"], 1e-6),
+        ("llama", ["whole", "parts"], 1e-6),
+        ("qwen3 moe", ["parts", "experts"], 1e-5),
+    ],
+)
 def test_a_model_that_was_read_in_parts_trains_and_goes_on(
-    folders: dict[str, Path], family: str, tmp_path: Path
+    folders: dict[str, Path], family: str, ways: list[str], atol: float, tmp_path: Path
 ) -> None:
-    found = on_ranks(2, _trained, str(folders[family]), tmp_path)
-    for each in found[True]:
-        torch.testing.assert_close(each, found[False][0], atol=1e-6, rtol=0)
+    """Tokens are summed in another order where they travel to experts, which AdamW enlarges for a few weights."""
+    found = on_ranks(2, _trained, str(folders[family]), tmp_path, ways)
+    (trained, _, norm, read), others = found[ways[0]], found[ways[1]]
+    assert (trained - read).abs().max() > 1e-4
+    for each, expected in zip(others, (trained, trained, norm, read), strict=True):
+        torch.testing.assert_close(each, expected, atol=atol, rtol=0)
+    torch.testing.assert_close(others[1], others[0], atol=1e-6, rtol=0)
+
+
+def _refused(folder: str) -> str:
+    with pytest.raises(ModelError) as raised:
+        Loader(
+            TrainerConfig(ranks=dist.get_world_size(), expert_parallel=True), mesh(), CPU, torch.float32, seed=0
+        ).load(folder, lambda policy: policy)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("family", "why"), [("llama", "no experts"), ("qwen3 moe", "Cannot evenly shard 4 experts")])
+def test_experts_that_ranks_cannot_share_are_named(folders: dict[str, Path], family: str, why: str) -> None:
+    refused = on_ranks(3, _refused, str(folders[family]))
+    assert why in refused and "trainer.expert_parallel" in refused and "trainer.ranks" in refused

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
 
 from rayrft.config.trainer import TrainerConfig
 from rayrft.data.tokenizer import ChatTokenizer
@@ -30,14 +31,15 @@ from tests.trainer.ranks import as_rank, on_ranks
 from tests.weights.transfers import Gathered, counted, open_channel, transfer
 
 
-def _policy(folder: str) -> Policy:
-    config = TrainerConfig(ranks=dist.get_world_size(), replicas=2 if dist.get_world_size() == 4 else 1)
+def _policy(folder: str, spreads: bool = False) -> Policy:
+    ranks = dist.get_world_size()
+    config = TrainerConfig(ranks=ranks, replicas=2 if ranks == 4 and not spreads else 1, expert_parallel=spreads)
     loader = Loader(config, rank_mesh("cpu", config.ranks, config.replicas), CPU, torch.bfloat16, seed=0)
     return loader.load(folder, lambda policy: policy)
 
 
-def _sent(folder: str) -> list[tuple[int, int, dict[str, Tensor]]]:
-    rank, policy = object.__new__(Rank), _policy(folder)
+def _sent(folder: str, spreads: bool) -> list[tuple[int, int, dict[str, Tensor]]]:
+    rank, policy = object.__new__(Rank), _policy(folder, spreads)
     rank.learner = SimpleNamespace(policy=policy)  # type: ignore[assignment]
     metas = [TensorMeta.of(name, tensor, torch.bfloat16) for name, tensor in named_weights(policy)]
     parcel = Parcel(metas, 1 << 14)
@@ -48,10 +50,15 @@ def _sent(folder: str) -> list[tuple[int, int, dict[str, Tensor]]]:
     return held
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_weights_are_gathered_once_as_they_are_sent(tiny_model: Path, ranks: int) -> None:
-    expected = {name: tensor.bfloat16() for name, tensor in named_weights(load_policy(str(tiny_model)))}
-    for gathered, sent, found in on_ranks(ranks, _sent, str(tiny_model)):
+@pytest.mark.parametrize(("ranks", "spreads"), [(2, False), (4, False), (2, True)])
+def test_weights_are_gathered_once_as_they_are_sent(
+    tiny_model: Path, ranks: int, spreads: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path if spreads else tiny_model
+    if spreads:
+        AutoModelForCausalLM.from_config(FAMILIES["qwen3 moe"]).save_pretrained(tmp_path)
+    expected = {name: tensor.bfloat16() for name, tensor in named_weights(load_policy(str(folder)))}
+    for gathered, sent, found in on_ranks(ranks, _sent, str(folder), spreads):
         assert sent <= gathered <= 1.05 * sent  # uneven shards are padded
         assert list(found) == list(expected)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -118,7 +125,7 @@ def _saved_in_parts(models: dict[str, Path], tokenizer: str, to: Path) -> list[d
 
     with mock.patch.object(model_module, "ONE_FILE", 1000), mock.patch.object(model_module, "save_file", counted):
         for family, folder in models.items():
-            policy = _policy(str(folder))
+            policy = _policy(str(folder), spreads=family == "spread")
             save_hf(policy, ChatTokenizer(tokenizer), to / family, dtype=torch.bfloat16)()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, held)
@@ -126,13 +133,14 @@ def _saved_in_parts(models: dict[str, Path], tokenizer: str, to: Path) -> list[d
 
 
 def test_every_rank_writes_its_part_of_a_large_model(tiny_model: Path, tiny_vision_model: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText
 
     models = {"vision": tiny_vision_model}
     for family in ("qwen3, tied", "qwen3 moe"):
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(FAMILIES[family]).save_pretrained(tmp_path / "models" / family)
         models[family] = tmp_path / "models" / family
+    models["spread"] = models["qwen3 moe"]  # its experts are on different ranks
     first, second = on_ranks(2, _saved_in_parts, models, str(tiny_model), tmp_path)
     for family, folder in models.items():
         kind = AutoModelForImageTextToText if family == "vision" else AutoModelForCausalLM
@@ -159,7 +167,7 @@ def _saved(model: str, folder: Path) -> tuple[int, int]:
 
 
 def test_a_model_is_gathered_and_written_in_the_dtype_that_it_computes_in(tiny_model: Path, tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     gathered, expected = on_ranks(2, _saved, str(tiny_model), tmp_path / "saved")
     assert expected <= gathered <= 1.05 * expected
