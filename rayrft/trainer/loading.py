@@ -43,6 +43,11 @@ def expert_mesh(device: str, ranks: int) -> DeviceMesh:
     return init_device_mesh(device, (1, ranks), mesh_dim_names=("copies", "experts"))
 
 
+def sends_tokens(model: Any) -> bool:
+    """Return whether transformers has a plan for a model by which tokens travel to its experts."""
+    return "ep_dispatch_experts" in model.ep_plan.values()
+
+
 def spreads_experts(mesh: DeviceMesh) -> bool:
     """Return whether a mesh is that of `expert_mesh`."""
     return "experts" in (mesh.mesh_dim_names or ())
@@ -87,10 +92,9 @@ def _spread(model: Any, mesh: DeviceMesh) -> list[Any]:
     transformers has for the model. Return the modules of experts."""
     from transformers.distributed.tensor_parallel import apply_expert_parallelism
 
-    plan: dict[str, str] = model.ep_plan
-    problem = "" if "ep_dispatch_experts" in plan.values() else "the model has no experts to which tokens could travel"
+    problem = "" if sends_tokens(model) else "the model has no experts to which tokens could travel"
     try:
-        apply_expert_parallelism(model, mesh["experts"], None, plan)
+        apply_expert_parallelism(model, mesh["experts"], None, model.ep_plan)
     except ValueError as error:
         problem = first_line(error)
     if problem:
@@ -197,8 +201,7 @@ class Loader:
                 policy.lora = Lora(policy.model, lora, origin=path, compute=self._compute, seed=self._seed)
             if frozen:
                 policy.requires_grad_(False)
-            # A frozen model is of another kind, perhaps: one without experts.
-            experts = None if frozen and not policy.model.ep_plan else self._experts
+            experts = None if frozen and not sends_tokens(policy.model) else self._experts  # such as a dense teacher
             offload = config.cpu_offload
             made.append(shard(kind(policy), self._mesh, self._compute, cpu_offload=offload, experts=experts))
 

@@ -23,6 +23,7 @@ from rayrft.errors import ModelError, first_line
 from rayrft.trainer import packing
 from rayrft.trainer.head import LOGITS, chunk_tokens
 from rayrft.trainer.learner import accumulates_whole
+from rayrft.trainer.loading import sends_tokens
 
 _META = torch.device("meta")
 _WEIGHT, _GRADIENT, _MOMENTS = 4, 4, {"float32": 8, "8bit": 2}
@@ -221,7 +222,7 @@ def _shape(model: Any) -> Shape:
         parameters=_numbers(model),
         root=_numbers(model) - sum(sizes),
         layer=max(sizes, default=0),
-        experts=max(experts, default=0) if "ep_dispatch_experts" in model.ep_plan.values() else 0,
+        experts=max(experts, default=0) if sends_tokens(model) else 0,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
