@@ -111,7 +111,7 @@ _CHANGES = [
     "`group_size`), also where a run that has them is resumed.",
     "0.1.0: `close` of a sink gets whether the run failed.",
     "0.1.0: the groups of a batch are in the order of their tickets, where they were in that of their arrival.",
-    "0.1.0: weights as files are of format 2; those of format 1 are refused.",
+    "0.1.0: weights as files are of format 3; those of others are refused.",
     "0.1.0: rewards that compare answers with a reference (`exact`, `math`, `k12`, `vision`) are refused where no task "
     "has one; GPUs that are given and not used, and `kv_cache_mib` beside GPUs, are refused.",
     "0.1.0: a run saves its weights and ends when the process that started it dies; it was killed with it.",

@@ -177,7 +177,7 @@ class RunConfig(FolderConfig):
     @property
     def bucket_bytes(self) -> int:
         """Size of the pieces in which weights travel to the engines."""
-        default = 512.0 if self.trainer.gpus else 4.0
+        default = 512.0 if self.trainer.gpus else 32.0
         return int((self.weight_sync.bucket_mib or default) * 2**20)
 
     @property

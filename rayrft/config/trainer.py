@@ -144,7 +144,7 @@ class WeightSyncConfig(Section):
     but for files."""
     files: WeightFilesConfig = WeightFilesConfig()
     bucket_mib: float | None = Field(None, gt=0)
-    """Size of the pieces in which weights travel; by default 4 MiB, with GPUs 512."""
+    """Size of the pieces in which weights travel; by default 32 MiB, with GPUs 512."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """Policy for the KV cache of running requests: ``recompute`` it with the new weights, or ``keep`` it for them, so
     that the trainer's log-probs of later tokens differ from the engine's."""

@@ -1,7 +1,8 @@
 """Broadcast from the first trainer rank to all engine workers: gloo between CPUs, nccl between whole GPUs.
 
 The process group is separate from the default group of either side. While a bucket travels, the sender fills the next
-one and the receivers load the one before: either side holds two.
+one and the receivers load the one before: either side holds two, and a sender in host memory one more, which waits to
+travel.
 """
 
 from __future__ import annotations
@@ -33,18 +34,21 @@ class Broadcast(WeightTransport):
 
     def connect(self, end: Endpoint) -> None:
         self._device = end.device
+        self.in_flight = 2 if end.device.type == "cpu" else 1
         self.reads = not end.sends or end.index == 0
         if self.reads:
             rank = 0 if end.sends else 1 + end.index
             self._group = self._form(end, rank, 1 + end.receivers, timedelta(seconds=end.timeout_s))
 
     def send(self, parcel: Parcel, buckets: Iterable[Tensor]) -> None:
-        travelling: Any = None
+        travelling: deque[Any] = deque()
         for buffer in buckets:
             if self.reads:
-                self._wait(travelling)
-                travelling = self._broadcast(buffer)
-        self._wait(travelling)
+                if len(travelling) == self.in_flight:
+                    self._wait(travelling.popleft())
+                travelling.append(self._broadcast(buffer))
+        for each in travelling:
+            self._wait(each)
 
     def receive(self, parcel: Parcel, sizes: Sequence[int]) -> Iterator[Tensor]:
         memory = _Memory(max(sizes, default=0), self._device)
@@ -75,10 +79,9 @@ class Broadcast(WeightTransport):
         return buffer
 
     def _wait(self, travelling: Any) -> None:
-        if travelling is not None:
-            travelling.wait()
-            if self._device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
+        travelling.wait()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
 
 class _Memory:

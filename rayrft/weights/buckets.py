@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rayrft.weights.messages import TensorMeta
 
-_CHUNK = 1 << 19
-"""Words that are digested at a time."""
+_LINE, _LINES = 1 << 10, 1 << 9
+"""Words of a line, which the first caches hold with their factors, and lines that are digested at a time."""
 
 
 def plan_buckets(metas: list[TensorMeta], limit: int) -> list[list[TensorMeta]]:
@@ -45,21 +45,20 @@ def empty_bucket(metas: list[TensorMeta], memory: Tensor) -> Tensor:
     return memory[:end]
 
 
-def two_buffers(buckets: list[list[TensorMeta]], device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Allocate memory for any two of the buckets: one travels while the next is filled."""
+def allocate(buckets: list[list[TensorMeta]], device: torch.device | str, count: int = 2) -> tuple[Tensor, ...]:
+    """Allocate memory for any ``count`` of the buckets: while one is filled, the others travel."""
     size = max(map(bucket_bytes, buckets), default=0)
     if torch.device(device).type == "cpu":  # NumPy asks for huge pages, which cost fewer page faults
-        first, second = torch.from_numpy(np.empty((2, size), np.uint8))
-    else:
-        first, second = torch.empty(2, size, dtype=torch.uint8, device=device)
-    return first, second
+        return tuple(torch.from_numpy(np.empty((count, size), np.uint8)))
+    return tuple(torch.empty(count, size, dtype=torch.uint8, device=device))
 
 
 class Digest:
     """A 64-bit digest of a stream of bytes, computed on their device (CPU or GPU), in bounded memory.
 
     The polynomial sum of its 64-bit words with position-dependent odd factors, modulo 2**64: a changed, lost or moved
-    word changes it. It detects faults, not forgery. Only `value` waits for the device.
+    word changes it. The factor is that of the word's line times that of its place in the line. It detects faults, not
+    forgery. Only `value` waits for the device.
     """
 
     def __init__(self) -> None:
@@ -72,14 +71,27 @@ class Digest:
         """Add a buffer of bytes, whose length is a multiple of 8. How a stream is cut into buffers does not matter."""
         words = buffer.view(torch.int64)
         if self._factors is None or self._factors.device != buffer.device:
-            self._factors = torch.arange(_CHUNK, dtype=torch.int64, device=buffer.device) * 0x9E3779B1 * 2 + 1
+            places, lines = (torch.arange(count, dtype=torch.int64, device=buffer.device) for count in (_LINE, _LINES))
+            self._of_lines = lines * 0x85EBCA6B * 2 + 1
+            self._factors = (self._of_lines[:, None] * (places * 0x9E3779B1 * 2 + 1)).flatten()
             self._state, self._sum = self._state.to(buffer.device), self._sum.to(buffer.device)
-        while count := min(words.numel(), _CHUNK - self._place):
-            part, words, factors = words[:count], words[count:], self._factors[self._place : self._place + count]
-            self._sum = self._sum + (torch.dot(part, factors) if part.device.type == "cpu" else (part * factors).sum())
+        while count := min(words.numel(), len(self._factors) - self._place):
+            part, words = words[:count], words[count:]
+            self._sum = self._sum + self._weighted(part, self._factors)
             self._place += count
-            if self._place == _CHUNK:
+            if self._place == len(self._factors):
                 self._state, self._sum, self._place = self._total, torch.zeros_like(self._sum), 0
+
+    def _weighted(self, words: Tensor, factors: Tensor) -> Tensor:
+        """Return the sum of the next words times their factors."""
+        line, within = divmod(self._place, _LINE)
+        own = factors[self._place : self._place + len(words)]
+        if words.device.type != "cpu":
+            return (words * own).sum()
+        if within or len(words) % _LINE:
+            return torch.dot(words, own)
+        sums = torch.mv(words.view(-1, _LINE), factors[:_LINE])  # the factor of the first line is 1
+        return torch.dot(sums, self._of_lines[line : line + len(sums)])
 
     @property
     def value(self) -> str:

@@ -21,12 +21,12 @@ from rayrft.registry import load_plugins
 from rayrft.runtime.ray_api import ray
 from rayrft.weights.buckets import (
     Digest,
+    allocate,
     bucket_bytes,
     empty_bucket,
     fill_bucket,
     plan_buckets,
     read_bucket,
-    two_buffers,
 )
 from rayrft.weights.messages import Link, Parcel
 from rayrft.weights.transport import Endpoint, SignedStore, transports
@@ -118,7 +118,7 @@ class WeightChannel:
     def _filled(self, parcel: Parcel, tensors: Iterator[Tensor], digest: Digest) -> Iterator[Tensor]:
         """Iterate over the buckets, filled if this end reads them, and digested if it is the first sender."""
         planned = plan_buckets(parcel.metas, parcel.bucket_bytes)
-        memory = cycle(two_buffers(planned if self.reads else [], self._device))
+        memory = cycle(allocate(planned if self.reads else [], self._device, 1 + self._transport.in_flight))
         for metas in planned:
             buffer, own = empty_bucket(metas if self.reads else [], next(memory)), islice(tensors, len(metas))
             if self.reads:

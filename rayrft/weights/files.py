@@ -60,7 +60,7 @@ class Manifest:
     base: Ref | None
     first: int
     """Serial number of the full version that the differences begin with; its own if it is full."""
-    format: int = 2
+    format: int = 3
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:

@@ -92,6 +92,8 @@ class WeightTransport(ABC):
     """Whether each engine shares a GPU, and so a placement bundle, with a trainer rank."""
     reads: bool = True
     """Whether `send` reads the buckets at this end, since `connect`; else they are not filled."""
+    in_flight: int = 1
+    """Buckets that may be on their way while the next one is filled, since `connect`."""
 
     @classmethod
     @abstractmethod
@@ -108,7 +110,7 @@ class WeightTransport(ABC):
         arrived.
 
         Runs on every sender, which must take all buckets: making one is a collective of the senders. A bucket stays as
-        it is until the next but one is taken.
+        it is until `in_flight` others and one more are taken: by default, until the next but one.
         """
 
     @abstractmethod

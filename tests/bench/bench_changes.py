@@ -19,7 +19,7 @@ from torch import Tensor
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.trainer.model import named_weights
 from rayrft.trainer.policy import Policy
-from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets, two_buffers
+from rayrft.weights.buckets import allocate, empty_bucket, fill_bucket, plan_buckets
 from rayrft.weights.files import Ref, VersionFolder, Versions, VersionWriter
 from rayrft.weights.messages import Parcel, TensorMeta
 from tests.bench.helpers import parse
@@ -70,7 +70,7 @@ def trained(shape: Shape, folder: Path, lr: float, steps: int, rows: int, length
     )
 
     def buckets() -> Iterator[Tensor]:
-        for metas, memory in zip(planned, cycle(two_buffers(planned, CPU)), strict=False):
+        for metas, memory in zip(planned, cycle(allocate(planned, CPU)), strict=False):
             buffer = empty_bucket(metas, memory)
             fill_bucket(buffer, metas, (tensors[meta.name].full_tensor() for meta in metas))  # type: ignore[attr-defined]
             yield buffer

@@ -8,6 +8,7 @@ hold shards, which they gather.
 
 from __future__ import annotations
 
+import math
 import time
 from itertools import product
 
@@ -22,7 +23,18 @@ from tests.bench.helpers import parse, spread
 from tests.trainer.ranks import on_ranks
 from tests.weights.transfers import counted, open_channel, transfer
 
-WIDTH = 1024
+_LAYER = {
+    "self_attn.q_proj": (2048, 1024),
+    "self_attn.k_proj": (1024, 1024),
+    "self_attn.v_proj": (1024, 1024),
+    "self_attn.o_proj": (1024, 2048),
+    "mlp.gate_proj": (3072, 1024),
+    "mlp.up_proj": (3072, 1024),
+    "mlp.down_proj": (1024, 3072),
+    "input_layernorm": (1024,),
+    "post_attention_layernorm": (1024,),
+}
+"""The weights of a layer of Qwen3-0.6B, of which the models are made."""
 
 
 def _transfers(
@@ -31,9 +43,11 @@ def _transfers(
     """Return the seconds of each round, of the transfer and of the broadcast; so many processor seconds; and of every
     process the bytes that it moved, of those of the weights."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
+    numbers = sum(map(math.prod, _LAYER.values()))
     metas = [
-        TensorMeta(f"layers.{number}.weight", "bfloat16", (4 * WIDTH, WIDTH))
-        for number in range(max(1, parameters // (4 * WIDTH * WIDTH)))
+        TensorMeta(f"layers.{layer}.{name}.weight", "bfloat16", shape)
+        for layer in range(max(1, round(parameters / numbers)))
+        for name, shape in _LAYER.items()
     ]
     parcel, mesh = Parcel(metas, bucket_mib << 20), DeviceMesh("cpu", list(range(last)))
     weights: dict[str, Tensor] = {}
@@ -74,7 +88,7 @@ def _broadcast(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def main() -> None:
-    options = parse(__doc__, millions=[62, 600], bucket_mib=[4, 64], senders=[1], rounds=7)
+    options = parse(__doc__, millions=[62, 600], bucket_mib=[32], senders=[1], rounds=7)
     for millions, size, senders in product(options.millions, options.bucket_mib, options.senders):
         seconds, processors, moved = on_ranks(senders + 1, _transfers, int(millions * 1e6), size, options.rounds)
         print(f"{millions} M parameters, buckets of {size} MiB, senders {senders}:")

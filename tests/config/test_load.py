@@ -221,7 +221,7 @@ HALF = {**EVEN, "gpu_memory_utilization": 0.8}
         ({**GPUS, "explorer.engine.enforce_eager": True}, None, {"explorer.engine.enforce_eager": True}),
         ({**GPUS, "explorer.engine.max_running": 64}, None, {"explorer.engine.max_running": 64}),
         (GPUS, None, {"bucket_bytes": 512 << 20}),
-        ({}, None, {"bucket_bytes": 4 << 20}),
+        ({}, None, {"bucket_bytes": 32 << 20}),
         ({**GPUS, "weight_sync.bucket_mib": 0.5}, None, {"bucket_bytes": 512 << 10}),
         ({**GPUS, "explorer.sampling": {"max_prompt_tokens": 40}}, None, {"explorer.sampling.max_tokens": 24}),
         ({**GPUS, "explorer.sampling.max_tokens": 4}, None, {"explorer.sampling.max_tokens": 4}),

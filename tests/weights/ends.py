@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayrft.weights.buckets import Digest, empty_bucket, fill_bucket, plan_buckets, two_buffers
+from rayrft.weights.buckets import Digest, allocate, empty_bucket, fill_bucket, plan_buckets
 from rayrft.weights.channel import WeightChannel, open_store
 from rayrft.weights.messages import Link, Parcel, TensorMeta
 
@@ -28,7 +28,7 @@ def parcel(tensors: dict[str, Tensor]) -> Parcel:
 
 def buckets(tensors: dict[str, Tensor]) -> Iterator[Tensor]:
     for metas in plan_buckets(parcel(tensors).metas, 1200):
-        buffer = empty_bucket(metas, two_buffers([metas], CPU)[0])
+        buffer = empty_bucket(metas, allocate([metas], CPU)[0])
         fill_bucket(buffer, metas, (tensors[meta.name] for meta in metas))
         yield buffer
 

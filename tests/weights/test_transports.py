@@ -26,7 +26,7 @@ from rayrft.config import RunConfig, load_config
 from rayrft.errors import ConfigError, WeightSyncError
 from rayrft.weights import Endpoint, channel, ipc, transports
 from rayrft.weights.broadcast import Gloo, Nccl
-from rayrft.weights.buckets import plan_buckets, two_buffers
+from rayrft.weights.buckets import allocate, plan_buckets
 from rayrft.weights.channel import open_store
 from rayrft.weights.messages import Adapter, Link, Parcel
 from rayrft.weights.transport import SignedStore
@@ -63,7 +63,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     monkeypatch.setattr(ipc, "export_buffer", export)
     monkeypatch.setattr(ipc, "open_buffer", lambda handle, device: exported[handle])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(channel, "two_buffers", lambda planned, device: two_buffers(planned, CPU))
+    monkeypatch.setattr(channel, "allocate", lambda planned, device, count: allocate(planned, CPU, count))
     return exported
 
 
@@ -119,20 +119,21 @@ class RecordedGloo(Gloo):
         return self.group
 
 
-def test_a_bucket_travels_while_the_next_is_filled_and_the_one_before_is_loaded() -> None:
-    transport = RecordedGloo(sends=True)
-    group = transport.group
+def test_buckets_travel_while_the_next_is_filled_and_the_one_before_is_loaded() -> None:
+    of_gpus = ["fill 0", "begin 0", "fill 1", "end 0", "begin 1", "fill 2", "end 1", "begin 2", "end 2"]
+    of_cpus = ["fill 0", "begin 0", "fill 1", "begin 1", "fill 2", "end 0", "begin 2", "end 1", "end 2"]
+    for in_flight, expected in ((None, of_cpus), (1, of_gpus)):
+        transport = RecordedGloo(sends=True)
+        transport.in_flight = in_flight or transport.in_flight
+        events = transport.group.events
 
-    def filled() -> Iterator[Tensor]:
-        for number in range(3):
-            group.events.append(f"fill {number}")
-            yield torch.zeros(8, dtype=torch.uint8)
+        def filled(events: list[str] = events) -> Iterator[Tensor]:
+            for number in range(3):
+                events.append(f"fill {number}")
+                yield torch.zeros(8, dtype=torch.uint8)
 
-    transport.send(parcel({}), filled())
-    assert group.events == [
-        *("fill 0", "begin 0", "fill 1", "end 0", "begin 1"),
-        *("fill 2", "end 1", "begin 2", "end 2"),
-    ]
+        transport.send(parcel({}), filled())
+        assert events == expected
     transport = RecordedGloo(sends=False)
     group = transport.group
     for number, buffer in enumerate(transport.receive(parcel({}), [8, 16, 24])):
