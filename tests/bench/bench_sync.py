@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from rayrft.weights.messages import Parcel, TensorMeta
 from tests.bench.helpers import parse, spread
 from tests.trainer.ranks import on_ranks
-from tests.weights.transfers import counted, open_channel, transfer
+from tests.weights.transfers import assert_arrived, carry, counted, open_channel, transfer
 
 _LAYER = {
     "self_attn.q_proj": (2048, 1024),
@@ -65,14 +65,15 @@ def _transfers(
     group = dist.new_group([0, last])
     seconds, processors = torch.zeros(2, rounds, 2, dtype=torch.float64)
     for number in range(rounds):
-        works = lambda number=number: transfer(channel, 1 + number, parcel, weights), lambda: _broadcast(flat, group)
+        works = lambda number=number: carry(channel, 1 + number, parcel, weights)[1], lambda: _broadcast(flat, group)
         for which, work in enumerate(works):
             dist.barrier()
             started, used = time.perf_counter(), time.process_time()
-            work()
+            digest = work()
             processors[number, which] = time.process_time() - used
             dist.barrier()
             seconds[number, which] = time.perf_counter() - started
+            assert_arrived(digest)
     channel.close()
     dist.all_reduce(processors)
     return (
@@ -82,9 +83,10 @@ def _transfers(
     )
 
 
-def _broadcast(flat: Tensor, group: dist.ProcessGroup) -> None:
+def _broadcast(flat: Tensor, group: dist.ProcessGroup) -> str:
     if dist.get_rank() in (0, dist.get_world_size() - 1):
         dist.broadcast(flat, 0, group=group)
+    return ""
 
 
 def main() -> None:

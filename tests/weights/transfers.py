@@ -62,19 +62,28 @@ def open_channel() -> WeightChannel:
     return WeightChannel(link, sends=rank < senders, index=rank % senders, device=torch.device("cpu"), store=store)
 
 
-def transfer(channel: WeightChannel, number: int, parcel: Parcel, weights: dict[str, Tensor]) -> int:
-    """Send the weights from all ranks but the last one, or load what comes into them; return the bytes loaded."""
-    loaded, last = 0, dist.get_world_size() - 1
-    if dist.get_rank() < last:
+def carry(channel: WeightChannel, number: int, parcel: Parcel, weights: dict[str, Tensor]) -> tuple[int, str]:
+    """Send the weights from all ranks but the last one, or load what comes into them; return the bytes loaded, and the
+    digest of what this rank has sent or received, if it knows one."""
+    if dist.get_rank() < dist.get_world_size() - 1:
         tensors = (gather(weights[meta.name], getattr(torch, meta.dtype)) for meta in parcel.metas)
-        digests = [channel.send(number, parcel, tensors)]
-    else:
-        digest = Digest()
-        for name, tensor in channel.receive(channel.announced(number), digest):
-            weights[name].copy_(tensor)
-            loaded += tensor.nbytes
-        digests = [digest.value]
-    found: list[Any] = [None] * (last + 1)
-    dist.all_gather_object(found, digests)
-    assert found[0] == found[last]
+        return 0, channel.send(number, parcel, tensors)
+    loaded, digest = 0, Digest()
+    for name, tensor in channel.receive(channel.announced(number), digest):
+        weights[name].copy_(tensor)
+        loaded += tensor.nbytes
+    return loaded, digest.value
+
+
+def assert_arrived(digest: str) -> None:
+    """Compare what the first rank has sent and the last one has received. A collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, digest)
+    assert found[0] == found[-1]
+
+
+def transfer(channel: WeightChannel, number: int, parcel: Parcel, weights: dict[str, Tensor]) -> int:
+    """`carry`, and `assert_arrived`; return the bytes loaded."""
+    loaded, digest = carry(channel, number, parcel, weights)
+    assert_arrived(digest)
     return loaded
