@@ -75,21 +75,28 @@ class Digest:
             self._of_lines = lines * 0x85EBCA6B * 2 + 1
             self._factors = (self._of_lines[:, None] * (places * 0x9E3779B1 * 2 + 1)).flatten()
             self._state, self._sum = self._state.to(buffer.device), self._sum.to(buffer.device)
-        while count := min(words.numel(), len(self._factors) - self._place):
+        while count := self._count_together(words):
             part, words = words[:count], words[count:]
             self._sum = self._sum + self._weighted(part, self._factors)
             self._place += count
             if self._place == len(self._factors):
                 self._state, self._sum, self._place = self._total, torch.zeros_like(self._sum), 0
 
+    def _count_together(self, words: Tensor) -> int:
+        """Return how many of the next words are summed at a time: on CPUs whole lines, or what is less than one."""
+        count, within = min(words.numel(), _LINES * _LINE - self._place), self._place % _LINE
+        if words.device.type != "cpu":
+            return count
+        return min(count, _LINE - within) if within else count - count % _LINE or count
+
     def _weighted(self, words: Tensor, factors: Tensor) -> Tensor:
         """Return the sum of the next words times their factors."""
-        line, within = divmod(self._place, _LINE)
         own = factors[self._place : self._place + len(words)]
         if words.device.type != "cpu":
             return (words * own).sum()
-        if within or len(words) % _LINE:
+        if len(words) % _LINE:
             return torch.dot(words, own)
+        line = self._place // _LINE
         sums = torch.mv(words.view(-1, _LINE), factors[:_LINE])  # the factor of the first line is 1
         return torch.dot(sums, self._of_lines[line : line + len(sums)])
 
