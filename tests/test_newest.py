@@ -31,6 +31,7 @@ INTEGRATIONS = {
     "huggingface_hub": ["tests/data/test_hub.py"],
     "peft": ["tests/trainer/test_lora.py"],
     "torchao": ["tests/trainer/test_optimizer.py"],
+    "bitsandbytes": ["tests/weights/test_nf4.py"],
     "reasoning-gym": ["tests/data/test_task_sources.py", "tests/explorer/test_environments.py"],
     "tensorboard": ["tests/monitor/test_sinks.py"],
     "lingua-language-detector": ["tests/pipelines/test_filters.py"],

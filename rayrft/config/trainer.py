@@ -32,6 +32,10 @@ class LoraConfig(Section):
     alpha: float = Field(32.0, gt=0)
     targets: Literal["all-linear"] | list[str] = "all-linear"
     """Linear layers of the decoder by the end of their names, such as ``q_proj``; by default all but the head."""
+    frozen: Literal["dtype", "nf4"] = "dtype"
+    """How targets hold their frozen weights: in ``model.dtype``, or rounded to 4 bits in blocks of 64 inputs (NF4,
+    Dettmers et al. 2023, arXiv:2305.14314), a quarter of the memory. Engines and merged exports have the rounded ones,
+    too."""
 
 
 Accumulate = Literal["auto", "sharded", "unsharded"]

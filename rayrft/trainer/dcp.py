@@ -201,13 +201,14 @@ def export_checkpoint(
     """
     lora, tokenizer = config.trainer.lora, ChatTokenizer(model, template=config.model.template)
     base = (lora is not None and read_base(checkpoint)) or model
-    policy = load_policy(base)
+    policy, dtype = load_policy(base), getattr(torch, config.model.dtype)
     if lora is not None:
-        policy.lora = Lora(policy.model, lora, origin=base, compute=torch.float32, seed=config.seed)
+        compute = dtype if lora.frozen == "nf4" else torch.float32
+        policy.lora = Lora(policy.model, lora, origin=base, compute=compute, seed=config.seed)
     trained = RewardClassifier(policy, padding_of(model)) if reward_model else policy
     load_weights(checkpoint, trained)
     if merged or reward_model:
-        write_hf(trained, trained.state_dict(), tokenizer, to, getattr(torch, config.model.dtype))
+        write_hf(trained, trained.state_dict(), tokenizer, to, dtype)
     else:
         write_adapter(policy, base, tokenizer, to)
 

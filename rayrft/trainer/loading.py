@@ -19,6 +19,7 @@ from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ModelError, first_line
 from rayrft.trainer.lora import Lora, checkpoint_name
 from rayrft.trainer.policy import Policy
+from rayrft.weights.nf4 import quantise
 
 if TYPE_CHECKING:
     from rayrft.trainer.value_model import ScalarHead
@@ -257,7 +258,9 @@ def load_hf(policy: Policy, folder: str) -> None:
     theirs = dict(load_like(policy, folder, example.dtype, example.device).model.named_parameters())
     factors = policy.lora.initial_factors() if policy.lora is not None else {}
     for name, weight in held.items():
-        weight.copy_(_placed(factors[name], weight) if name in factors else theirs[checkpoint_name(name)])
+        value = _placed(factors[name], weight) if name in factors else theirs[checkpoint_name(name)]
+        in_4_bits = policy.lora is not None and policy.lora.quantises(name)
+        _own(weight).copy_(quantise(_own(value)) if in_4_bits else _own(value))
     if policy.lora is not None:
         policy.lora.base = folder
 
@@ -301,6 +304,7 @@ def _filled(kind: Any, build: Callable[[Any], Policy], device: torch.device, cut
             [policy], names = model.__dict__.pop("policy"), how.weight_mapping or []
             if policy.lora is not None:
                 names = [*names, _wrapped(policy.lora.layers, kind.base_model_prefix)]
+                names.append(_quantised(policy.lora.quantises))
             how = replace(how, device_map={"": device}, weight_mapping=names)
             with contextlib.ExitStack() as opened:
                 stored = _tensors(files, opened)
@@ -353,6 +357,23 @@ def _wrapped(layers: frozenset[str], prefix: str) -> Any:
     return Wrapped("unused", "unused")
 
 
+def _quantised(chosen: Callable[[str], bool]) -> Any:
+    """Return the conversion of frozen weights to 4 bits, each as it is read: one is held whole."""
+    from transformers.core_model_loading import WeightConverter, _IdentityOp
+
+    name = "weight"
+
+    class Quantised(WeightConverter):
+        def rename_source_key(self, key: str) -> tuple[str, str | None]:
+            return key, name if chosen(key) else None
+
+        def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
+            read = future() if callable(future) else future.result()
+            super().add_tensor(target_key, source_key, source_pattern, quantise(read))
+
+    return Quantised(name, name, [_IdentityOp()])
+
+
 def _fill(module: nn.Module, values: dict[str, Tensor], device: torch.device) -> None:
     """Give parameters that have no memory their values."""
     for name, value in values.items():
@@ -361,6 +382,11 @@ def _fill(module: nn.Module, values: dict[str, Tensor], device: torch.device) ->
         filled = nn.Parameter(_placed(value.to(device), weight), requires_grad=weight.requires_grad)
         filled._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it as it is
         setattr(module.get_submodule(owner), own, filled)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return a rank's own part of a tensor, if it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _placed(value: Tensor, like: Tensor) -> Tensor:

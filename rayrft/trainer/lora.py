@@ -1,21 +1,29 @@
-"""LoRA: linear layers stay frozen, and a low-rank product of two matrices beside each of them is trained."""
+"""LoRA: linear layers stay frozen, maybe in 4 bits (QLoRA), and a low-rank product of two matrices beside each of them
+is trained."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rayrft.config.trainer import LoraConfig
 from rayrft.errors import ConfigError
-from rayrft.weights.adapter import merge
+from rayrft.weights.adapter import A, merge
+from rayrft.weights.messages import Adapter
+from rayrft.weights.nf4 import BLOCK, dequantise, quantise
 
 _NAME = "default"
 """peft's default adapter name."""
+
+_ADAPTED = ".base_layer.weight"
+"""End of the name of a frozen weight under an adapter."""
 
 
 class Lora:
@@ -28,10 +36,9 @@ class Lora:
     def __init__(self, model: Any, config: LoraConfig, *, origin: str, compute: torch.dtype, seed: int) -> None:
         """Inject the adapter. ``origin`` is the folder or hub id that the model was loaded from.
 
-        Raises ConfigError if a target is not a linear layer of the decoder.
+        Raises ConfigError if a target is not a linear layer of the decoder, or not as wide as blocks of 4 bits need.
         """
         self._config, self._seed = config, seed
-        self.scale = config.alpha / config.rank
         self.origin = self.base = origin
         """``base``: where the present frozen weights come from."""
         from peft import LoraConfig as PeftConfig
@@ -66,6 +73,21 @@ class Lora:
                 parameter.data = parameter.data.to(compute)
         for name, factor in self.initial_factors().items():
             parameters[name].data = factor.to(parameters[name].device)
+        if config.frozen == "nf4":
+            for name, layer in self._layers.items():
+                if layer.in_features % BLOCK:
+                    problem = f"needs layers of a multiple of {BLOCK} inputs, and {name} has {layer.in_features}"
+                    remedy = "set it to dtype, or name other targets"
+                    raise ConfigError(problem, remedy, field="trainer.lora.frozen", value=config.frozen)
+                layer.base_layer = _QuantisedLinear(layer.get_base_layer())
+
+    def quantises(self, parameter: str) -> bool:
+        """Return whether a parameter of the model is held in 4 bits (`rayrft.weights.nf4`)."""
+        return self._config.frozen == "nf4" and parameter.endswith(_ADAPTED)
+
+    @property
+    def adapter(self) -> Adapter:
+        return Adapter(self.base, self._config.alpha / self._config.rank, self._config.frozen)
 
     @property
     def layers(self) -> frozenset[str]:
@@ -86,7 +108,11 @@ class Lora:
     def merged(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights with the factors merged in; all under their checkpoint names."""
         factors = {name: tensor for name, tensor in state.items() if ".lora_" in name}
-        return dict(merge(((name, state[name]) for name in state if name not in factors), factors, self.scale))
+        weights = {name: tensor for name, tensor in state.items() if name not in factors}
+        if self._config.frozen == "nf4":
+            for name in {factor.removesuffix(A) + ".weight" for factor in factors if factor.endswith(A)}:
+                weights[name] = dequantise(weights[name]).float()
+        return dict(merge(weights.items(), factors, replace(self.adapter, frozen="dtype")))  # they are rounded
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
@@ -101,6 +127,33 @@ class Lora:
         # Not peft's own switch: it changes requires_grad, which FSDP reads only when it shards.
         for layer in self._layers.values():
             layer.set_scale(_NAME, factor)
+
+
+class _QuantisedLinear(nn.Module):
+    """A linear layer whose frozen weight is held in 4 bits."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(quantise(layer.weight.detach()), requires_grad=False)
+        self.bias = layer.bias
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = _Product.apply(inputs, self.weight)  # type: ignore[no-untyped-call]
+        return outputs if self.bias is None else outputs + self.bias
+
+
+class _Product(torch.autograd.Function):
+    """Inputs ``[..., in]`` times the transpose of a weight in 4 bits, which is whole for this product alone."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, quantised: Tensor) -> Tensor:
+        ctx.save_for_backward(quantised)
+        return functional.linear(inputs, dequantise(quantised))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        [quantised] = ctx.saved_tensors
+        return gradients[0] @ dequantise(quantised), None
 
 
 def checkpoint_name(name: str) -> str:

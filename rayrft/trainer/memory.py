@@ -24,10 +24,14 @@ from rayrft.trainer import packing
 from rayrft.trainer.head import LOGITS, chunk_tokens
 from rayrft.trainer.learner import accumulates_whole
 from rayrft.trainer.loading import sends_tokens
+from rayrft.weights.nf4 import BLOCK
 
 _META = torch.device("meta")
 _WEIGHT, _GRADIENT, _MOMENTS = 4, 4, {"float32": 8, "8bit": 2}
 """Bytes of a trained parameter: its master weight; its gradient; two moments."""
+
+_DEQUANTISED = 6
+"""Bytes of a number while it is made whole, besides the weight: in float32, and half an index."""
 
 _TOKENS = 1024
 """Tokens with which activations are counted."""
@@ -49,6 +53,10 @@ class Shape:
     vocabulary: int
     linear: int
     """Inputs and outputs of all linear layers of the decoder, which an adapter has factors of."""
+    adapted: int
+    """Parameters of these layers, which may be in 4 bits under an adapter."""
+    widest: int
+    """Those of the largest, which is made whole when it is used."""
     kv_numbers: int
     """Numbers in the KV cache of a token, in all layers."""
 
@@ -121,6 +129,8 @@ def memory_savings(
         f"raise trainer.ranks to {ranks}": {"ranks": ranks},
     }
     changes["set trainer.moments: 8bit (package torchao)"] = {"moments": "8bit"}
+    if config.lora is not None:
+        changes["set trainer.lora.frozen: nf4"] = {"lora": config.lora.model_copy(update={"frozen": "nf4"})}
     if config.replicas == 1:
         changes["set trainer.expert_parallel: true"] = {"expert_parallel": True}
     if config.gpus:
@@ -174,7 +184,9 @@ def rank_memory(
     a chunk."""
     compute, ranks, tokens = 2 if half else 4, config.shards, config.micro_batch_tokens
     adapter, trained = config.lora is not None, _trained(shape, config)
-    frozen = compute * shape.parameters if adapter else 0
+    quantised = config.lora is not None and config.lora.frozen == "nf4"
+    saved = quantised * (compute - 0.5 - compute / BLOCK) * shape.adapted  # of all layers
+    frozen = compute * shape.parameters - saved if adapter else 0
     whole = accumulates_whole(config.accumulate, trained)
     of_layer = activation * compute / 2
     kept = compute * shape.hidden if config.gradient_checkpointing else of_layer
@@ -190,7 +202,9 @@ def rank_memory(
     return RankMemory(
         states=on_gpu * (state * trained + frozen) / ranks,
         gradients=on_gpu * _GRADIENT * trained / (1 if whole else ranks),
-        gathered=compute * (shape.root + 2 * (shape.layer - elsewhere)),
+        gathered=compute * (shape.root + 2 * (shape.layer - elsewhere))
+        - 2 * saved / shape.layers
+        + quantised * (_DEQUANTISED + compute) * shape.widest,
         head=4 * shape.vocabulary * shape.hidden + logits,
         activations=activations,
         models=on_gpu * models / ranks,
@@ -227,6 +241,8 @@ def _shape(model: Any) -> Shape:
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         linear=sum(each.in_features + each.out_features for each in linear),
+        adapted=sum(each.weight.numel() for each in linear),
+        widest=max((each.weight.numel() for each in linear), default=0),
         kv_numbers=2 * text.num_hidden_layers * heads * width,
     )
 

@@ -132,7 +132,10 @@ def _exact(model: Policy | RewardClassifier, dtype: torch.dtype) -> dict[str, Te
         return found
     frozen = load_like(model, base, torch.float32, torch.device("cpu")).model
     exact = (frozen if isinstance(model, Policy) else frozen.base_model).state_dict()
-    return {name: exact.get(checkpoint_name(name).removeprefix("model."), each) for name, each in found.items()}
+    return {
+        name: each if model.lora.quantises(name) else exact.get(checkpoint_name(name).removeprefix("model."), each)
+        for name, each in found.items()
+    }
 
 
 def _in_files(model: Policy | RewardClassifier, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ from rayrft.trainer.result import PairRanking, StepResult
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
 from rayrft.trainer.value_model import Critic
 from rayrft.weights.channel import WeightChannel, open_store
-from rayrft.weights.messages import Adapter, Link, Parcel, SendReport, TensorMeta
+from rayrft.weights.messages import Link, Parcel, SendReport, TensorMeta
 
 _REPORT_S = 5.0
 """Seconds between reports of a start."""
@@ -198,7 +198,7 @@ class Rank(RankApi):
         # An adapter is small and engines merge it in float32, so it is not rounded.
         dtype = self._compute if lora is None else torch.float32
         metas = [TensorMeta.of(name, tensor, dtype) for name, tensor in named_weights(policy)]
-        parcel = Parcel(metas, bucket_bytes, Adapter(lora.base, lora.scale) if lora is not None else None, version)
+        parcel = Parcel(metas, bucket_bytes, lora.adapter if lora is not None else None, version)
         try:
             with self.learner.phase("send"):
                 return SendReport(self._channel.send(number, parcel, self._gathered(parcel)), parcel.nbytes)

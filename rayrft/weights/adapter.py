@@ -7,17 +7,20 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from rayrft.weights.messages import Adapter
+from rayrft.weights.nf4 import dequantise, quantise
+
 A, B = ".lora_A.weight", ".lora_B.weight"
 """Suffixes of the factors' names after the name of the linear layer."""
 
 
 def merge(
-    weights: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor], scale: float
+    weights: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor], adapter: Adapter
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the weights with the adapter merged, in the same order; weights without factors pass unchanged.
 
-    A sum is computed on the factors' device, in float32 or better, and has the dtype of its weight. Raises ValueError
-    at the end if factors are left without a weight.
+    A weight that the trainer holds in 4 bits is rounded as there. A sum is computed on the factors' device, in float32
+    or better, and has the dtype of its weight. Raises ValueError at the end if factors are left without a weight.
     """
     left = dict(factors)
     for name, weight in weights:
@@ -25,7 +28,10 @@ def merge(
         if layer + A in left:
             a, b = left.pop(layer + A), left.pop(layer + B)
             dtype = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
-            merged = torch.addmm(weight.to(a.device, dtype), b.to(dtype), a.to(dtype), alpha=scale)
+            base = weight.to(a.device)
+            if adapter.frozen == "nf4":
+                base = dequantise(quantise(base))
+            merged = torch.addmm(base.to(dtype), b.to(dtype), a.to(dtype), alpha=adapter.scale)
             yield name, merged.to(weight.dtype)
         else:
             yield name, weight

@@ -67,6 +67,8 @@ class Adapter:
 
     base: str
     scale: float
+    frozen: str = "dtype"
+    """How the trainer holds the base weights that have factors: see `LoraConfig.frozen`."""
 
 
 @dataclass(frozen=True)

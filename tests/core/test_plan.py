@@ -167,6 +167,10 @@ def test_models_beside_the_policy_and_adapters_count(models: dict[str, str]) -> 
     assert rank_memory(shape, TrainerConfig(ranks=32, replicas=4), half=True) == plain
     adapted = rank_memory(shape, TrainerConfig(ranks=8, lora=LoraConfig(rank=16)), half=True, reference=True)
     assert adapted.models == 0 and 2 * shape.parameters < 8 * adapted.states < 2.2 * shape.parameters
+    packed = rank_memory(shape, TrainerConfig(ranks=8, lora=LoraConfig(rank=16, frozen="nf4")), half=True)
+    saved = 8 * (adapted.states - packed.states) / shape.adapted
+    assert saved == pytest.approx(2 - 4.25 / 8) and shape.parameters - 2 * 151936 * shape.hidden < 1.001 * shape.adapted
+    assert packed.gathered < adapted.gathered
     assert rank_memory(shape, TrainerConfig(ranks=8, cpu_offload=True), half=True).states == 0
     whole = rank_memory(shape, TrainerConfig(ranks=8, accumulate="unsharded"), half=True)
     assert whole.gradients == 4 * shape.parameters

@@ -40,7 +40,7 @@ from rayrft.trainer.policy import Policy
 from rayrft.trainer.tiny import make_tiny_model
 from rayrft.weights.buckets import plan_buckets
 from rayrft.weights.files import VersionFolder
-from rayrft.weights.messages import Adapter, Link, Parcel, TensorMeta
+from rayrft.weights.messages import Link, Parcel, TensorMeta
 from tests.algorithms.flat import token_logprobs
 from tests.errors import about
 from tests.explorer.live_engine import PROMPT, EngineUnderTest, linked, sampling
@@ -444,15 +444,15 @@ def scored(policy: Policy) -> list[list[float]]:
 def adapted(engine: EngineUnderTest, policy: Policy, version: int) -> int:
     """Send the adapter, after which the engine must say what the policy says; gives the bytes that were sent."""
     assert policy.lora is not None
-    nbytes = engine.update(named_weights(policy), version, Adapter(policy.lora.base, policy.lora.scale))
+    nbytes = engine.update(named_weights(policy), version, policy.lora.adapter)
     for ours, theirs in zip(scored(policy), ray.get([engine.actor.score.remote(row) for row in ROWS]), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
     return nbytes
 
 
-def adapting(engine: EngineUnderTest) -> Policy:
+def adapting(engine: EngineUnderTest, **settings: Any) -> Policy:
     policy = load_policy(str(engine.folder))
-    config = LoraConfig(rank=2, alpha=3, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
+    config = LoraConfig(rank=2, alpha=3, targets=["q_proj", "k_proj", "v_proj", "o_proj"], **settings)
     policy.lora = Lora(policy.model, config, origin=str(engine.folder), compute=torch.float32, seed=0)
     return policy
 
@@ -470,6 +470,12 @@ def test_only_the_adapter_is_sent_and_the_engine_computes_with_all(engine: Engin
     assert np.abs(np.subtract(before, scored(policy)[0])).max() > 0.1, "the adapter has no effect"
     assert nbytes == 4 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
     assert nbytes < 0.1 * 4 * sum(p.numel() for p in policy.parameters())
+
+
+def test_an_engine_rounds_the_weights_that_the_trainer_holds_in_4_bits(engine: EngineUnderTest, policy: Policy) -> None:
+    rounded = adapting(engine, frozen="nf4")
+    assert np.abs(np.subtract(scored(policy)[0], scored(rounded)[0])).max() > 0.01, "rounding has no effect"
+    adapted(engine, moved(rounded, seed=3), 42)
 
 
 def test_an_adapter_is_added_to_an_earlier_stage(engine: EngineUnderTest, policy: Policy, tmp_path: Any) -> None:

@@ -62,9 +62,11 @@ def move(model: nn.Module, by: float, seed: int = 3) -> Any:
     return model
 
 
-def adapt(policy: Policy, compute: torch.dtype = torch.float64, origin: str = "the model") -> Policy:
+def adapt(
+    policy: Policy, compute: torch.dtype = torch.float64, origin: str = "the model", config: LoraConfig = ADAPTER
+) -> Policy:
     """The policy with an adapter, which has no effect yet."""
-    policy.lora = Lora(policy.model, ADAPTER, origin=origin, compute=compute, seed=0)
+    policy.lora = Lora(policy.model, config, origin=origin, compute=compute, seed=0)
     return policy
 
 

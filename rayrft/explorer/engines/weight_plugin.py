@@ -85,7 +85,7 @@ class BucketReceiver(WeightTransferEngine[LinkInfo, TransferInfo]):
             parcel = self._channel.announced(update_info.number)
             tensors: Iterable[tuple[str, Tensor]] = self._channel.receive(parcel, digest)
             if parcel.adapter is not None:
-                tensors = merge(self._weights_of(parcel.adapter.base), dict(tensors), parcel.adapter.scale)
+                tensors = merge(self._weights_of(parcel.adapter.base), dict(tensors), parcel.adapter)
             self.model.load_weights(tensors)
         except Exception:
             self._abandon_update()
