@@ -138,22 +138,31 @@ class _QuantisedLinear(nn.Module):
         self.bias = layer.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = _Product.apply(inputs, self.weight)  # type: ignore[no-untyped-call]
+        outputs: Tensor = _linear_in_4_bits(inputs, self.weight)
         return outputs if self.bias is None else outputs + self.bias
 
 
-class _Product(torch.autograd.Function):
+@torch.library.custom_op("rayrft::linear_in_4_bits", mutates_args=())
+def _linear_in_4_bits(inputs: Tensor, quantised: Tensor) -> Tensor:
     """Inputs ``[..., in]`` times the transpose of a weight in 4 bits, which is whole for this product alone."""
+    return functional.linear(inputs, dequantise(quantised))
 
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, quantised: Tensor) -> Tensor:
-        ctx.save_for_backward(quantised)
-        return functional.linear(inputs, dequantise(quantised))
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        [quantised] = ctx.saved_tensors
-        return gradients[0] @ dequantise(quantised), None
+@_linear_in_4_bits.register_fake
+def _shape(inputs: Tensor, quantised: Tensor) -> Tensor:
+    return inputs.new_empty(*inputs.shape[:-1], len(quantised))
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    [quantised] = ctx.saved_tensors
+    return gradient @ dequantise(quantised), None
+
+
+_linear_in_4_bits.register_autograd(_backward, setup_context=_keep)
 
 
 def checkpoint_name(name: str) -> str:

@@ -49,7 +49,7 @@ def finished(
             }
         )
     lines: list[str] = []
-    overrides = {"trainer.ranks": 2, "trainer.lora.rank": 4, "weight_sync.probe_every": 1}
+    overrides = {"trainer.ranks": 2, "trainer.lora": {"rank": 4, "frozen": "nf4"}, "weight_sync.probe_every": 1}
     run = rayrft.start(config, say=lines.append, **overrides)
     run.watch(lines.append)
     summary = run.result()
