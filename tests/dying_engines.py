@@ -7,10 +7,10 @@ import os
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import ray
 
-from rayrft.config.explorer import EngineConfig
 from rayrft.explorer.engines.exchange import Completion, Request, Stream
 from tests.scripted_engine import ScriptedEngine
 
@@ -19,10 +19,8 @@ class DyingEngine(ScriptedEngine):
     """Takes some time for an answer, and dies within one request of ten, until there were twenty deaths. Each leaves a
     line with the engine's name in the file ``deaths`` beside the model's folder."""
 
-    async def start(
-        self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int, structured: bool = False
-    ) -> None:
-        await super().start(model, config, max_length=max_length, dtype=dtype, seed=seed)
+    async def start(self, model: str, *rest: Any, **settings: Any) -> None:
+        await super().start(model, *rest, **settings)
         self._deaths, self._rng = Path(model).parent / "deaths", random.Random()
 
     async def generate(self, request: Request, stream: Stream | None = None) -> list[Completion]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
-from rayrft.config.explorer import EngineConfig
 from rayrft.explorer.engines.engine import EngineWeights
 from rayrft.explorer.engines.exchange import Answering, Completion, Request, Sampling, Stream
 from rayrft.runtime.handle import Watched, once
@@ -22,9 +22,7 @@ class ScriptedEngine(Answering, Watched):
     """
 
     @once
-    async def start(
-        self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int, structured: bool = False
-    ) -> None:
+    async def start(self, *_: Any, **settings: Any) -> None:
         self._held = EngineWeights(0, ("",))
 
     async def generate(self, request: Request, stream: Stream | None = None) -> list[Completion]:

@@ -41,6 +41,7 @@ class AuxiliaryConfig(Section):
         if self.engine.sleep:
             raise invalid("engine.sleep", "is only valid for the policy's engines", "remove it")
         self.engine.check_share("engine")
+        self.engine.check_parallel("engine")
 
 
 def require_auxiliary(names: Iterable[str], known: Collection[str]) -> None:

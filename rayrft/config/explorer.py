@@ -18,7 +18,8 @@ class EngineConfig(Section):
     count: int = Field(2, ge=1)
     cpus: float = Field(0.35, gt=0)
     gpus: float = Field(0.0, ge=0)
-    """GPUs of one engine; a fraction shares the GPU with a trainer rank (weight_sync.backend: ipc)."""
+    """GPUs of one engine; a fraction is its share of each of its ``tensor_parallel`` GPUs, which a trainer rank has,
+    too (weight_sync.backend: ipc)."""
     memory_gib: float = Field(1.8, gt=0)
     """CPU memory reserved for one engine. With a tiny model its actor takes 0.5 GiB and vLLM's core 1.2 GiB."""
     tensor_parallel: int = Field(1, ge=1)
@@ -57,6 +58,14 @@ class EngineConfig(Section):
             problem, field = f"is a share of a whole GPU, of which gpus gives {self.gpus:g}", "gpu_memory_utilization"
             raise invalid(f"{section}.{field}", problem, "lower it, or remove it", value=self.gpu_memory_utilization)
 
+    def check_parallel(self, section: str) -> None:
+        """Raise `invalid` if an engine has shares of several GPUs, which it can only have beside trainer ranks."""
+        if self.gpus < 1 < self.tensor_parallel:
+            field, remedy = f"{section}.tensor_parallel", f"set engine.gpus: {self.tensor_parallel}"
+            raise invalid(
+                field, "needs whole GPUs, unless trainer ranks share them", remedy, value=self.tensor_parallel
+            )
+
     @section_rule
     def _gpus(self) -> None:
         if self.gpus > 1 and self.gpus % 1:
@@ -67,7 +76,7 @@ class EngineConfig(Section):
         if self.gpus and self.kv_cache_mib != default:
             remedy = "set gpu_memory_utilization, or remove it"
             raise invalid("kv_cache_mib", "is only used without GPUs", remedy, value=self.kv_cache_mib)
-        if max(self.gpus, 1) != self.tensor_parallel and self.gpus:
+        if self.gpus >= 1 and self.gpus != self.tensor_parallel:
             problem = f"must equal tensor_parallel, {self.tensor_parallel}"
             raise invalid("gpus", problem, f"give {self.tensor_parallel}, or set tensor_parallel", value=self.gpus)
 

@@ -233,6 +233,7 @@ def check_devices(config: RunConfig) -> None:
         raise invalid("trainer.gpus", f"{unused} {config.mode!r}", "remove it", value=trainer.gpus)
     if config.mode != "both":  # else no weight transport fits
         engine.check_share("explorer.engine")
+        engine.check_parallel("explorer.engine")
     if config.mode != "bench":  # else nothing is trained
         if config.mode == "both" and config.rolls_out and (engine.gpus > 0) != (trainer.gpus > 0):
             problem = f"must be above 0 exactly if trainer.gpus, {trainer.gpus:g}, is"

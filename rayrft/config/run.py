@@ -163,7 +163,8 @@ class RunConfig(FolderConfig):
     def sync_backend(self) -> str:
         """The name of the weight transport, derived if the config says ``auto``. Raises ConfigError if none fits."""
         engine, trainer = self.explorer.engine, self.trainer
-        layout = Layout(engine.count, engine.gpus, trainer.ranks, trainer.gpus)
+        workers, of_one = engine.count * engine.tensor_parallel, min(engine.gpus, 1.0)
+        layout = Layout(workers, of_one, trainer.ranks, trainer.gpus)
         return choose_transport(self.weight_sync.backend, layout)
 
     @property
@@ -182,8 +183,14 @@ class RunConfig(FolderConfig):
 
     @property
     def colocated(self) -> bool:
-        """Whether each engine shares a GPU with a trainer rank. Raises ConfigError if no weight transport fits."""
+        """Whether each engine shares its GPUs with trainer ranks. Raises ConfigError if no weight transport fits."""
         return self.mode == "both" and self.rolls_out and transports.get(self.sync_backend).colocated
+
+    @property
+    def lends_gpus(self) -> bool:
+        """Whether each engine shares several GPUs with trainer ranks. Ray gives an actor a part of one GPU only, so the
+        ranks have them whole, and lend them. Raises ConfigError if no weight transport fits."""
+        return self.explorer.engine.tensor_parallel > 1 and self.colocated
 
     @property
     def probe_bounds(self) -> ProbeBounds:

@@ -43,7 +43,7 @@ class Bundles:
     memory_gib: float
     note: str
     beside: Bundles | None = None
-    """Another group that shares every bundle, and so the GPU, with this one."""
+    """Another group that shares every bundle, and so the GPUs, with this one, maybe with several actors in each."""
     served: bool = False
     """Whether they are replicas of Ray Serve, which has no placement group: the plan counts the most there may be."""
     spread: bool = False
@@ -62,8 +62,8 @@ class Bundles:
         """Ray's resources for one bundle."""
         if self.beside is None:
             return self.actor_resources
-        other = self.beside.actor_resources
-        return {key: round(value + other[key], 6) for key, value in self.actor_resources.items()}
+        own, other, several = self.actor_resources, self.beside.actor_resources, self.beside.count // self.count
+        return {key: round(own.get(key, 0.0) + several * value, 6) for key, value in other.items()}
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,9 @@ class RankApi(Protocol):
     def rank_pairs(self, blocks: list[tuple[RowRef, np.ndarray]]) -> PairRanking:
         """Rank held-out preference pairs, whose blocks are `Buffer.partition`'s, by the model that the stage trains."""
 
+    def gpus(self) -> tuple[str, list[str]]:
+        """Return the id of the rank's node, and its GPUs as CUDA_VISIBLE_DEVICES names them."""
+
     def locate(self, timeout_s: float) -> tuple[str, int] | None:
         """Open the store of a future link to engines on rank 0; return its host and port, on other ranks None."""
 

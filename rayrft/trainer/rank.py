@@ -177,6 +177,11 @@ class Rank(RankApi):
         share = BatchShare((BlockRows(ref, pairs, groups, weights, alone),), 0, (count,))
         return self.learner.rank_pairs(fetch_rows(share, self.learner.algorithm))
 
+    def gpus(self) -> tuple[str, list[str]]:
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), [str(each) for each in ray.get_gpu_ids()]
+
     def locate(self, timeout_s: float) -> tuple[str, int] | None:
         if self._index:
             return None

@@ -32,7 +32,7 @@ _SETTINGS = {
 
 
 class RankTrainer(TorchTrainer):
-    """Ray Train's trainer with one worker per bundle of ``group``. Its caller must be in a placement group itself."""
+    """Ray Train's trainer, with workers in the bundles of ``group``. Its caller must be in a placement group itself."""
 
     def __init__(self, group: Any, loop: Any, **settings: Any) -> None:
         super().__init__(loop, **settings)
@@ -64,6 +64,12 @@ def _controller_on(group: Any) -> type:
             """Keep the group: the next ranks of the run use it, or its engines do."""
 
     class Workers(ray_api.WorkerGroup):
+        def _create_workers(self, num_workers: int, placement_group: Any, *rest: Any, **settings: Any) -> Any:
+            """Place as many ranks in each bundle."""
+            several = num_workers // placement_group.bundle_count
+            settings["placement_group_bundle_indices"] = [rank // several for rank in range(num_workers)]
+            return super()._create_workers(num_workers, placement_group, *rest, **settings)
+
         def _create_placement_group(self, *_: Any) -> Any:
             return _KeptGroup(group)
 

@@ -105,7 +105,7 @@ class _Memory:
 class Gloo(Broadcast):
     @classmethod
     def check(cls, layout: Layout) -> None:
-        if layout.engine_gpus:
+        if layout.worker_gpus:
             raise ConfigError("is for CPU engines", "use nccl, ipc or auto", field=FIELD, value="gloo")
 
     def _form(self, end: Endpoint, rank: int, size: int, timeout: timedelta) -> Any:
@@ -120,10 +120,10 @@ class Gloo(Broadcast):
 class Nccl(Broadcast):
     @classmethod
     def check(cls, layout: Layout) -> None:
-        if not layout.engine_gpus:
+        if not layout.worker_gpus:
             problem = "needs explorer.engine.gpus and trainer.gpus above 0"
             raise ConfigError(problem, "use gloo or auto", field=FIELD, value="nccl")
-        if layout.engine_gpus < 1 or layout.rank_gpus < 1:
+        if layout.worker_gpus < 1 or layout.rank_gpus < 1:
             problem = "does not support two ranks on one GPU"
             raise ConfigError(problem, "give whole GPUs to each side, or use ipc", field=FIELD, value="nccl")
 

@@ -1,6 +1,6 @@
-"""CUDA IPC for a trainer rank and an engine on one GPU, where NCCL does not support two ranks.
+"""CUDA IPC for a trainer rank and an engine's worker on one GPU, where NCCL does not support two ranks.
 
-The rank puts a handle to one bucket after another into the link's store. The engine on its GPU maps the memory, copies
+The rank puts a handle to one bucket after another into the link's store. The worker on its GPU maps the memory, copies
 it, and acknowledges. So never more than one bucket is held twice.
 """
 
@@ -25,24 +25,25 @@ else:
 
 @register_transport("ipc")
 class CudaIpc(WeightTransport):
-    """Keys of the store begin with the GPU's UUID, so that every engine reads from the rank on its own GPU."""
+    """Keys of the store begin with the GPU's UUID, so that every worker reads from the rank on its own GPU."""
 
     colocated = True
 
     @classmethod
     def check(cls, layout: Layout) -> None:
-        gpus = layout.engine_gpus + layout.rank_gpus
-        if not layout.engine_gpus:
+        gpus = layout.worker_gpus + layout.rank_gpus
+        if not layout.worker_gpus:
             problem = "needs explorer.engine.gpus and trainer.gpus above 0"
             raise ConfigError(problem, "use gloo or auto", field=FIELD, value="ipc")
-        if layout.ranks != layout.engines or gpus > 1:
+        if layout.ranks != layout.workers or gpus > 1:
             problem = (
-                f"pairs one engine with one trainer rank on a GPU: needs explorer.engine.count ({layout.engines}) = "
-                f"trainer.ranks ({layout.ranks}) and explorer.engine.gpus + trainer.gpus <= 1"
+                "pairs one trainer rank with one worker of an engine on a GPU: needs explorer.engine.count x "
+                f"tensor_parallel ({layout.workers}) = trainer.ranks ({layout.ranks}) and explorer.engine.gpus + "
+                "trainer.gpus <= 1"
             )
             raise ConfigError(problem, field=FIELD, value="ipc")
-        if layout.engines > 1 and gpus <= 0.5:
-            pairs = f"and two of the {layout.engines} pairs would share one"
+        if layout.workers > 1 and gpus <= 0.5:
+            pairs = f"and two of the {layout.workers} pairs would share one"
             problem = f"gives half a GPU or less to a pair of engine and rank, {pairs}"
             remedy = "raise explorer.engine.gpus and trainer.gpus to more than 0.5 together"
             raise ConfigError(problem, remedy, field=FIELD, value="ipc")

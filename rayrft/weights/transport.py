@@ -25,10 +25,10 @@ FIELD = "weight_sync.backend"
 
 @dataclass(frozen=True)
 class Layout:
-    """What a transport has to connect: engines and trainer ranks, and the GPUs of one of either."""
+    """What a transport has to connect: workers of engines and trainer ranks, and the GPUs of one of either."""
 
-    engines: int
-    engine_gpus: float
+    workers: int
+    worker_gpus: float
     ranks: int
     rank_gpus: float
 

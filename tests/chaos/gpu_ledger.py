@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayrft.buffer.leases import Lease
@@ -26,13 +26,14 @@ _CONTEXT = 0.6
 
 @dataclass
 class GpuLedger:
-    """GB that each process holds of the GPU of its index."""
+    """GB that each process holds of GPUs: a rank of that of its index, an engine of those of ``parallel`` ranks."""
 
     size: float
     engine: PartMemory
     rank: PartMemory
     buckets: float
     world: World
+    parallel: int
     held: dict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     most: float = 0.0
     events: list[str] = field(default_factory=list)
@@ -41,15 +42,26 @@ class GpuLedger:
     """GB that engines found free when they started."""
 
     def hold(self, name: str, gb: float) -> None:
-        processes = self.held[int(name.rpartition("-")[2])]
-        processes[name] = gb
-        self.most = max(self.most, sum(processes.values()))
-        if sum(processes.values()) > self.size:
-            self.world.problems.append(f"out of memory: {processes}")
+        for gpu in self.gpus_of(name):
+            processes = self.held[gpu]
+            processes[name] = gb
+            self.most = max(self.most, sum(processes.values()))
+            if sum(processes.values()) > self.size:
+                self.world.problems.append(f"out of memory: {processes}")
 
     def free(self, name: str) -> float:
-        """GB that are free for a process."""
-        return self.size - sum(gb for other, gb in self.held[int(name.rpartition("-")[2])].items() if other != name)
+        """GB that are free for a process on each of its GPUs."""
+        held = [sum(gb for other, gb in self.held[gpu].items() if other != name) for gpu in self.gpus_of(name)]
+        return self.size - max(held)
+
+    def gpus_of(self, name: str) -> range:
+        kind, _, index = name.rpartition("-")
+        several = self.parallel if kind == "engine" else 1
+        return range(int(index) * several, (int(index) + 1) * several)
+
+    def of_engines(self, link: Link) -> Link:
+        """A link in which one worker receives for an engine."""
+        return replace(link, receivers=link.receivers // self.parallel)
 
     def end(self, life: Life) -> None:
         for processes in self.held.values():
@@ -120,8 +132,14 @@ class LedgerEngine(RolloutEngine):
         vllm.show()
         await self.cluster.takes(LOAD_S)
         if ledger.free(name) != free:  # vLLM measures too little for its cache, or gives up
+            self.cluster.failed_starts += 1
             raise AssertionError("Error in memory profiling")
         return vllm
+
+    async def start(self, *arguments: Any, lent: tuple[str, ...] = (), **settings: Any) -> None:
+        gpus = range(len(lent)) if self.cluster.gpus.parallel == 1 else self.cluster.gpus.gpus_of(self.life.name)
+        assert lent == tuple(map(str, gpus)), "it gets the GPUs of ranks on its node"
+        await super().start(*arguments, **settings)
 
     def _watch_core(self) -> None: ...
 
@@ -130,7 +148,7 @@ class LedgerEngine(RolloutEngine):
         return await super().receive(number, version)
 
     async def connect(self, link: Link, first: int) -> None:
-        await self.scripted.connect(link, first)
+        await self.scripted.connect(self.cluster.gpus.of_engines(link), first // self.cluster.gpus.parallel)
 
     async def generate(self, request: Request, stream: Stream | None = None) -> list[Completion]:
         return await self.scripted.generate(request, stream)
@@ -156,6 +174,12 @@ class LedgerRank(ScriptedRank):
             self._kept = 0.0
             self._show(0.0)
 
+    async def gpus(self) -> tuple[str, list[str]]:
+        return f"node-{1 + self._index // self._cluster.gpus.parallel}", [str(self._index)]
+
+    async def connect(self, link: Link) -> str | None:
+        return await super().connect(self._cluster.gpus.of_engines(link))
+
     async def train(self, lease: Lease) -> StepResult | None:
         with self._using("gradients", "gathered", "head", "activations"):
             return await super().train(lease)
@@ -179,8 +203,10 @@ class LedgerRank(ScriptedRank):
         self._cluster.gpus.hold(self._life.name, _CONTEXT + parts["states"] + parts["models"] + self._kept)
 
 
-def use_gpus(cluster: Cluster, size: float, engine: PartMemory, rank: PartMemory, buckets: float) -> None:
+def use_gpus(
+    cluster: Cluster, size: float, engine: PartMemory, rank: PartMemory, buckets: float, parallel: int
+) -> None:
     """Let the run's engines and ranks hold memory of GPUs."""
     cluster.engine, cluster.rank = LedgerEngine, LedgerRank
-    cluster.gpus = GpuLedger(size, engine, rank, buckets, cluster.world)
+    cluster.gpus = GpuLedger(size, engine, rank, buckets, cluster.world, parallel)
     cluster.world.on_end.append(cluster.gpus.end)

@@ -173,7 +173,7 @@ class Outcome:
 
     @property
     def report(self) -> dict[str, tuple[int, int]]:
-        """Kills and restarts by kind."""
+        """Kills, with starts of engines that failed, and restarts by kind."""
         kills, restarts = Counter(map(kind_of, self.killed)), self.summary.restarts if self.summary else {}
         parts = {"engine": "engines", "evaluation_pool": "engine_pool", "rank": "trainer"}
         parts["auxiliary-judge"] = "auxiliary engines"
@@ -181,6 +181,7 @@ class Outcome:
         for kind, count in kills.items():
             counted[parts.get(kind, kind)] += count
         counted["trainer"] += counted["master"]  # it may have taken steps of which there is no checkpoint
+        counted["engines"] += self.cluster.failed_starts
         return {
             part: (counted[part], restarts[part].count if part in restarts else 0) for part in {*counted, *restarts}
         }

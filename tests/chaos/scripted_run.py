@@ -20,7 +20,6 @@ from ray.exceptions import ObjectLostError
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.leases import Lease
-from rayrft.config.explorer import EngineConfig
 from rayrft.core.placement import Bundles
 from rayrft.experience import Task, from_batch, unpack
 from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
@@ -72,6 +71,8 @@ class Cluster:
         self.rank: type[ScriptedRank] = ScriptedRank
         self.gpus: Any = None
         """What such engines and ranks share beside."""
+        self.failed_starts = 0
+        """Engines that did not start, as the memory of their GPU changed meanwhile."""
         world.on_end.append(self._ended)
         world.on_result.append(self._note)
 
@@ -160,9 +161,7 @@ class ScriptedEngine(Answering, Watched):
         self.running.set()
         self._link: Transfer | None = None
 
-    async def start(
-        self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int, structured: bool = False
-    ) -> None:
+    async def start(self, *_: Any, **settings: Any) -> None:
         await self._cluster.takes(LOAD_S)
 
     async def capacity(self) -> Capacity:

@@ -210,6 +210,8 @@ EXPLORES = {"mode": "explore", "buffer.name": "b", "stages": [GRPO], "demonstrat
 TUNES = {"stages": [SFT], "evaluation.enabled": False}
 EVEN = {"count": 2, "gpus": 0.5}
 HALVES = {"explorer.engine": EVEN, "trainer": {"ranks": 2, "gpus": 0.5}, "evaluation.engines": 0}
+IPC = {"weight_sync.backend": "ipc"}
+LENT = {"count": 1, "gpus": 0.45, "tensor_parallel": 2}
 HALF = {**EVEN, "gpu_memory_utilization": 0.8}
 
 
@@ -266,7 +268,14 @@ HALF = {**EVEN, "gpu_memory_utilization": 0.8}
         ({**GPUS, "explorer.engine.kv_cache_mib": 128}, "explorer.engine.kv_cache_mib", 128),
         ({**TRAINS, "trainer.gpus": 0.5, "trainer.ranks": 2}, "trainer.gpus", 0.5),
         ({**TRAINS, "trainer.gpus": 0.5, "trainer.ranks": 1}, None, {"trainer.gpus": 0.5}),
-        ({**HALVES, "explorer.engine": {"gpus": 0.45, "tensor_parallel": 2}}, "explorer.engine.gpus", 0.45),
+        ({**HALVES, "explorer.engine": LENT}, None, {"colocated": True, "lends_gpus": True}),
+        (
+            {**HALVES, "explorer.engine": LENT | {"count": 2}, "weight_sync.backend": "ipc"},
+            "weight_sync.backend",
+            "ipc",
+        ),
+        ({**EXPLORES, "explorer.engine": LENT}, "explorer.engine.tensor_parallel", 2),
+        ({"auxiliary.user": {**HELPER, "engine": LENT}}, "auxiliary.user.engine.tensor_parallel", 2),
         (
             {**HALVES, "explorer.engine": {**TWO, "count": 1}, "weight_sync.backend": "ipc"},
             "weight_sync.backend",
@@ -274,7 +283,7 @@ HALF = {**EVEN, "gpu_memory_utilization": 0.8}
         ),
         ({**HALVES, "weight_sync.backend": "files"}, "trainer.gpus", 0.5),
         ({**HALVES, "trainer": {"ranks": 1, "gpus": 0.5}, "weight_sync.backend": "files"}, None, {"colocated": False}),
-        (HALVES, None, {"colocated": True}),
+        (HALVES, None, {"colocated": True, "lends_gpus": False}),
     ],
 )
 def test_gpus_are_used_whole_and_with_defaults_of_their_own(override: Any, field: str | None, found: Any) -> None:

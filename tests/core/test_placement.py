@@ -118,6 +118,10 @@ def test_what_fits_nowhere_is_named(parts: list[Bundles], free: list[dict[str, f
             check_placement(parts, nodes(*free))
 
 
+LENT: dict[str, Any] = {
+    "explorer.engine": {"count": 1, "tensor_parallel": 2, "gpus": 0.3, "cpus": 0.1},
+    "trainer": {"ranks": 2, "gpus": 0.4, "cpus": 0.2},
+}
 SHARED = {"explorer.engine.gpus": 0.3, "trainer.gpus": 0.4, "explorer.engine.cpus": 0.1, "trainer.cpus": 0.2}
 
 
@@ -127,6 +131,11 @@ def test_engines_and_ranks_that_share_gpus_share_their_bundles() -> None:
     assert "ranks" not in parts and parts["engines"].count == 2
     assert parts["engines"].bundle == {"CPU": 0.3, "GPU": 0.7, "memory": 3.0 * GIB}
     assert "a:ranks" in show_plan("a", list(parts.values()))
+    [engines] = [each for each in plan_placement(load_config(base(), LENT)) if each.name == "engines"]
+    assert engines.bundle == {"CPU": 0.5, "GPU": 2.0, "memory": 4.2 * GIB}, "an engine, and the ranks of its GPUs"
+    check_placement([engines], nodes({"CPU": 1.0, "GPU": 2.0, "memory": 8.0 * GIB}))
+    with pytest.raises(PlacementError, match="2 GPU"):
+        check_placement([engines], nodes(*[{"CPU": 1.0, "GPU": 1.0, "memory": 8.0 * GIB}] * 2))
 
 
 def test_each_engine_is_on_the_gpu_of_its_rank_and_of_no_other(ray_cluster: Any) -> None:
@@ -146,6 +155,19 @@ def test_each_engine_is_on_the_gpu_of_its_rank_and_of_no_other(ray_cluster: Any)
     finally:
         placement.remove()
     assert [first, second] == of_ranks and first != second and len(first) == 1
+    # Ranks have their GPUs whole in Ray's books, and lend them to an engine of several, which has none.
+    parts = plan_placement(load_config(base(), LENT))
+    placement = Placement("lent", parts)
+    placement.reserve(["engines"])
+    try:
+        engine = placement.actor(Device, "engines", bundle=0).create()
+        [bundle] = [PlacementGroupSchedulingStrategy(placement.ranks, 0)]
+        device = ray.remote(num_cpus=config.trainer.cpus, num_gpus=1)(Device)
+        ranks = [device.options(scheduling_strategy=bundle).remote() for _ in range(2)]
+        [first, second] = ray.get([rank.gpus.remote() for rank in ranks])
+        assert ray.get(engine.call(Device.gpus)) == [] and first != second and len(first) == len(second) == 1
+    finally:
+        placement.remove()
 
 
 class Device:

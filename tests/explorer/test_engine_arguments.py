@@ -21,7 +21,7 @@ from tests.errors import about
 
 
 async def started(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, cores: Sequence[Any] = ()
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, cores: Sequence[Any] = (), **settings: Any
 ) -> tuple[RolloutEngine, dict[str, Any]]:
     """An engine whose core runs in processes ``cores``, and what vLLM was asked for."""
 
@@ -49,7 +49,7 @@ async def started(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(module, "takes_images", lambda model: False)
     engine = RolloutEngine()
-    await engine.start("model", config, max_length=64, dtype="float32", seed=0)
+    await engine.start("model", config, max_length=64, dtype="float32", seed=0, **settings)
     return engine, given
 
 
@@ -61,6 +61,13 @@ async def test_an_engine_over_gpus_runs_as_processes_of_its_actor(
     _, given = await started(EngineConfig(gpus=gpus, tensor_parallel=max(1, gpus)), monkeypatch)
     assert given["tensor_parallel_size"] == max(1, gpus)
     assert given["distributed_executor_backend"] == executor
+
+
+async def test_an_engine_whose_gpus_are_lent_sees_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as in any actor to which Ray gives none
+    _, given = await started(EngineConfig(gpus=0.4, tensor_parallel=2), monkeypatch, lent=("3", "5"))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,5"
+    assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (2, "mp")
 
 
 async def test_an_engine_whose_core_is_killed_says_so_whatever_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

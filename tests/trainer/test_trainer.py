@@ -76,6 +76,25 @@ def test_rank_0_listens_at_the_port_that_ray_train_tells_the_ranks(monkeypatch: 
     socket.create_connection((told["addr"], told["port"]), timeout=5).close()
 
 
+@pytest.mark.parametrize(("bundles", "expected"), [(4, [0, 1, 2, 3]), (2, [0, 0, 1, 1]), (1, [0] * 4)])
+def test_ranks_are_spread_evenly_over_the_bundles_of_their_group(
+    bundles: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+
+    from rayrft.trainer.ray_train import _controller_on
+
+    def found(self: WorkerGroup, *arguments: Any, **settings: Any) -> Any:
+        bound = inspect.signature(create).bind(self, *arguments, **settings)
+        return bound.arguments["placement_group_bundle_indices"], bound.arguments["resources_per_worker"]
+
+    create = WorkerGroup._create_workers
+    monkeypatch.setattr(WorkerGroup, "_create_workers", found)
+    workers = object.__new__(_controller_on(None).worker_group_cls)  # type: ignore[attr-defined]
+    group = SimpleNamespace(bundle_count=bundles)
+    assert workers._create_workers(4, group, {"GPU": 1}, replica_group_size=None) == (expected, {"GPU": 1})
+
+
 @pytest.mark.parametrize(("interface", "actor"), [(RankApi, Rank), (Mailbox, Trainer)])
 def test_every_method_of_an_interface_has_its_signature(interface: type, actor: type) -> None:
     def signature(method: Any) -> list[inspect.Parameter | Any]:

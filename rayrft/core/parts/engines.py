@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.runtime.handle import Handle, TrackedHandle, answer, fence
 from rayrft.runtime.waits import Waits
+from rayrft.trainer.api import RankApi
+from rayrft.trainer.trainer import Ranks, Trainer
 
 _APPLICATIONS = "agent", "program", "verifiers"
 """Workflows whose applications call an endpoint."""
@@ -64,6 +67,8 @@ class EngineGroup:
         """Names of engines that have died and are not replaced, or that leave."""
         self.emptied = asyncio.Event()
         """Set when the last engine has died; `Evaluations` clears it."""
+        self.lent: dict[int, list[str]] = {}
+        """GPUs of trainer ranks that engines use, by the engines' indices."""
         self.loaded: list[Member] = []
         """Evaluation engines with the weights that they were sent last."""
 
@@ -153,6 +158,7 @@ class EngineGroup:
             dtype=model.dtype,
             seed=model.seed + index,
             structured=model.structured,
+            lent=tuple(self.lent.get(index, ())),
         )
 
 
@@ -171,6 +177,8 @@ def serve_engines(groups: Collection[EngineGroup], start_s: float) -> None:
 def policy_bundles(config: RunConfig, weights: str, beside: Bundles | None = None) -> list[Bundles]:
     """Return the placement group of rollout engines."""
     engine = config.explorer.engine
+    if beside and config.lends_gpus:
+        engine = engine.model_copy(update={"gpus": 0.0})
     return [_bundles("engines", engine.count, engine, f"vLLM rollout engines, {weights}", beside)]
 
 
@@ -264,8 +272,16 @@ class EngineRole(Part[Any]):
         return next(group for group in self.groups.values() if engine in group.engines)
 
     async def start(self) -> None:
+        """Start the engines. One that a Master finds failed, which takes a run over, is killed, so that it is replaced:
+        ranks beside it may have died while it measured their GPU."""
         async with self.room():
-            await asyncio.gather(*(start for group in self.groups.values() for start in group.start()))
+            starts = [start for group in self.groups.values() for start in group.start()]
+            failures = await asyncio.gather(*starts, return_exceptions=True)
+        for engine, failure in zip(self.create(), failures, strict=True):
+            if failure is not None and self.run.taken_over:
+                engine.kill()
+        for failure in filter(None, failures):
+            raise failure
 
 
 class PolicyEngines(EngineRole):
@@ -297,7 +313,19 @@ class PolicyEngines(EngineRole):
         trainer = self.run[TrainerPart]
         await trainer.up.wait()
         async with self.run.idle_ranks(), trainer.loading:
+            if self.config.lends_gpus:
+                await self._borrow(trainer.actors[0])
             yield
+
+    async def _borrow(self, trainer: Handle[Trainer]) -> None:
+        """Give each engine GPUs of ranks on its node. They stay the same if ranks or engines are replaced."""
+        group, count, on = self.groups[""], self.config.explorer.engine.tensor_parallel, self.run.placement.node_of
+        there = defaultdict[str | None, list[str]](list)
+        for node, gpus in sorted(await Ranks(trainer).call(RankApi.gpus)):
+            there[node] += gpus
+        for index in range(len(group.engines)):
+            gpus = there[await asyncio.to_thread(on, self.name, index)]
+            group.lent[index], gpus[:count] = gpus[:count], []
 
     async def admit(self, group: EngineGroup, engines: list[Handle[Any]]) -> None:
         assert self.run.admit is not None  # engines are replaced in a run that is up

@@ -39,7 +39,7 @@ class TrainerPart(Part[Trainer]):
     def settings(self) -> TrainerConfig:
         """Config of the present ranks: those after a shortage of memory have half the tokens in a micro-batch."""
         tokens = self.config.trainer.micro_batch_tokens // self._divisor
-        return self.config.trainer.model_copy(update={"micro_batch_tokens": tokens})
+        return self.config.trainer.model_copy(update={"micro_batch_tokens": tokens, "gpus": _rank_gpus(self.config)})
 
     def prepare_successor(self, cause: RayrftError) -> str | None:
         before, most = self.settings.micro_batch_tokens, self.config.trainer.rollbacks
@@ -97,4 +97,9 @@ class TrainerPart(Part[Trainer]):
 def ranks_bundles(config: RunConfig, note: str) -> Bundles:
     """Return the placement group of the ranks."""
     trainer = config.trainer
-    return Bundles("ranks", trainer.ranks, trainer.cpus, trainer.gpus, trainer.memory_gib, note)
+    return Bundles("ranks", trainer.ranks, trainer.cpus, _rank_gpus(config), trainer.memory_gib, note)
+
+
+def _rank_gpus(config: RunConfig) -> float:
+    """Return the GPUs of a rank in Ray's books."""
+    return 1.0 if config.lends_gpus else config.trainer.gpus

@@ -72,11 +72,22 @@ class RolloutEngine(Answering, Watched):
 
     @once
     async def start(
-        self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int, structured: bool = False
+        self,
+        model: str,
+        config: EngineConfig,
+        *,
+        max_length: int,
+        dtype: str,
+        seed: int,
+        structured: bool = False,
+        lent: tuple[str, ...] = (),
     ) -> None:
         """Load the model from a Hugging Face folder or hub id; return when the engine can answer, or sleeps until it
-        gets weights if ``config.sleep`` is set. ``structured``: its answers may be asked to follow a JSON schema."""
+        gets weights if ``config.sleep`` is set. ``structured``: its answers may be asked to follow a JSON schema.
+        ``lent``: its GPUs, where trainer ranks have them in Ray's books."""
         _prepare_environment(config)
+        if lent:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(lent)
         self._images = await asyncio.to_thread(ImageReader, model) if takes_images(model) else None
         arguments = engine_arguments(
             model,
