@@ -64,6 +64,7 @@ export const draw = async (now, main, current) => {
     ...notices(found.log),
     curve(found),
     ...controls(now, found),
+    soft("Tries are the scored answers in the run folder, with those of dropped groups, of which it keeps the latest."),
     rows,
     pages("tasks", first, found.tasks.length, found.counts[now.which ?? "all"], PAGE, (to) => change({ offset: to })),
   );
