@@ -392,6 +392,10 @@ async def test_advice_on_a_sick_run_leads_to_its_rows(copied: Path) -> None:
     found = await client.ask("advice", run="words")
     assert [each["name"] for each in found["advisories"]] == ["Updates are skipped"] and found["steps"] == 12
     assert (await client.rows(where=found["advisories"][0]["where"]))["count"] > 0
+    records.write_text(
+        records.read_text().replace('"step", "stage"', '"rollout", "stage"').replace("usual_rows", "rows")
+    )
+    assert (await client.ask("advice", run="words"))["steps"] == 0, "an explore job trains nothing"
     await client.http.aclose()
 
 
