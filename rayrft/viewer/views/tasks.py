@@ -86,6 +86,7 @@ def _tasks(runs: Runs, asked: TasksRequest) -> dict[str, Any]:
         "sources": sources,
         "before": before,
         "after": after,
+        "width": width,
         "log": log,
     }
 
