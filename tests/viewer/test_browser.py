@@ -277,6 +277,8 @@ def test_a_row_is_shown_with_its_turns_tokens_image_and_fate(opened: Open) -> No
         window.page.select_option("select[aria-label=colour]", colouring)
         expect(window.page.locator("#drawer select[aria-label=colour]")).to_have_value(colouring)
         assert f"colour={colouring}" in window.page.url
+        told = window.see("#drawer .strip")
+        (told.to_contain_text if colouring == "advantage" else told.not_to_contain_text)("in training may differ")
     window.click("#drawer .sibling >> nth=1")
     window.see("#drawer h1").to_have_text("words/mix/3/task03/1")
     window.click("#drawer dl a >> nth=0")
