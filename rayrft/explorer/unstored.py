@@ -81,6 +81,7 @@ def _of_row(task: Task, row: Experience) -> dict[str, Any]:
         "error": row.error,
         "reward": row.reward,
         "components": row.reward_components,
+        "metrics": row.metrics,
         "tokens": int(np.count_nonzero(row.action_mask)),
         "version": min((span.version for span in row.weight_versions), default=None),
         "question": task.question[:_LONGEST],

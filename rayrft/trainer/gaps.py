@@ -11,8 +11,8 @@ from rayrft.algorithms.batch import keep
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.result import RowGap
 
-_MOST = 32
-"""Tokens of the row that are reported."""
+_MOST = 512
+"""Tokens of the row that are reported: all of most rows. A line of the record has 8 KB with so many."""
 
 
 @torch.no_grad()

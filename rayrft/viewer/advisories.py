@@ -44,13 +44,13 @@ class Advisory:
 @dataclass(frozen=True)
 class Evidence:
     """What is known of a run's last stage with usual rows: its steps as columns of equal length
-    (`RecordTable.columns`), its evaluations at the lowest temperature, all marks, and the rows of its log."""
+    (`RecordTable.columns`), its evaluations at the lowest temperature, all marks, and its answers."""
 
     columns: Mapping[str, np.ndarray]
     evaluations: Sequence[Mapping[str, Any]]
     marks: Sequence[Mapping[str, Any]]
     rows: Any
-    """A connection to the table ``experiences`` (`RowIndex.cursor`)."""
+    """A connection to the table ``answers`` (`RowIndex.cursor`)."""
     widest_gaps: Sequence[str] = ()
     """Rows whose log-probs of engine and trainer differ most."""
 
@@ -75,8 +75,8 @@ class Evidence:
         lost = np.nansum(
             [self.columns.get(f"lost: {reason}", np.zeros(1))[-self._window :].sum() for reason in reasons]
         )
-        kept = np.nansum(self.columns["sampled_rows"][-self._window :])
-        return float(lost / max(lost + kept, 1.0))
+        trained = np.nansum(self.columns["usual_rows"][-self._window :])
+        return float(lost / max(lost + trained, 1.0))
 
     @cached_property
     def recent(self) -> str:
@@ -86,16 +86,16 @@ class Evidence:
     @property
     def incomplete(self) -> str:
         """The condition that rows of the last window meet whose groups lack attempts."""
-        return f"{self.recent} and group_rows < (select max(group_rows) from experiences where source = 'usual')"
+        return f"{self.recent} and group_rows < (select max(group_rows) from answers where source = 'usual')"
 
     @cached_property
     def beginning(self) -> str:
         """The condition that rows of the first window meet."""
         return f"source = 'usual' and version < {int(self.columns['version'][self._window - 1])}"
 
-    def ask(self, what: str, where: str, table: str = "experiences") -> tuple[Any, ...]:
+    def ask(self, what: str, where: str) -> tuple[Any, ...]:
         """Return the row of a query of the rows that meet a condition, with NaN for a number that is missing."""
-        [found] = self.rows.execute(f"select {what} from {table} where {where}").fetchall()
+        [found] = self.rows.execute(f"select {what} from answers where {where}").fetchall()
         return tuple(np.nan if value is None else value for value in found)
 
     @cached_property
@@ -141,7 +141,7 @@ def advise(evidence: Evidence) -> list[Advisory]:
             break
         if (found := check(evidence)) is not None:
             text, remedy, where, curve = found
-            logged = bool(where and evidence.ask("count(*)", where, "answers")[0])
+            logged = bool(where and evidence.ask("count(*)", where)[0])
             told.append(Advisory(name, kind, text, remedy, where if logged else evidence.recent, curve, logged))
     return told
 
@@ -207,26 +207,6 @@ def _restarts(run: Evidence) -> tuple[str, str, str, str] | None:
     return found, remedy, f"step in ({steps})", "step_s"
 
 
-@_cause("Nothing tells answers apart", "data")
-def _zero_variance(run: Evidence) -> tuple[str, str, str, str] | None:
-    if not run.is_flat:
-        return None
-    equal = "count(distinct group_id) filter (group_deviation = 0)"
-    groups, alike, reward = run.ask(
-        f"count(distinct group_id), {equal}, avg(reward)", f"{run.recent} and group_rows > 1"
-    )
-    dropped = run.lost("zero_variance")
-    share = dropped + (1 - dropped) * (alike / groups if groups else 0.0)
-    if not share > 0.8:
-        return None
-    right = reward > 0.5 * run.highest and dropped < 0.5
-    found = f"all answers to a task earn the same in {share:.0%} of the groups: they have no advantage to learn from"
-    remedy = (
-        "give harder tasks" if right else "give easier tasks or a reward in parts, or begin with a stage of SFT"
-    ) + "; the order near_half (tasks.sampler) draws tasks that are sometimes solved"
-    return found, remedy, f"{run.recent} and group_deviation = 0", "reward"
-
-
 @_cause("Answers are cut", "data")
 def _truncated(run: Evidence) -> tuple[str, str, str, str] | None:
     if not run.is_flat or not (share := run.late("truncated_share")) > 0.3:
@@ -269,7 +249,7 @@ def _fewer_calls(run: Evidence) -> tuple[str, str, str, str] | None:
 
 @_cause("Parts of the reward contradict each other", "data")
 def _conflict(run: Evidence) -> tuple[str, str, str, str] | None:
-    keys = f"select distinct unnest(map_keys(components)) as name from experiences where {run.recent}"
+    keys = f"select distinct unnest(map_keys(components)) as name from answers where {run.recent}"
     parts = [name.replace("'", "''") for (name,) in run.rows.execute(f"{keys} order by name limit 8").fetchall()]
     worst, pair = 0.0, ("", "")
     for at, one in enumerate(parts):
@@ -298,6 +278,25 @@ def _memorised(run: Evidence) -> tuple[str, str, str, str] | None:
     found = f"the reward rose by {gained:.2f}; held-out accuracy fell from {max(held_out):.2f} to {held_out[-1]:.2f}"
     remedy = "give more tasks (tasks.sources), stop earlier, or keep the best checkpoint (checkpoint.keep_best)"
     return found, remedy, run.recent, "reward"
+
+
+@_cause("Nothing tells answers apart", "data")
+def _zero_variance(run: Evidence) -> tuple[str, str, str, str] | None:
+    if not run.is_flat:
+        return None
+    equal = "count(distinct group_id) filter (group_deviation = 0)"
+    kept = f"{run.recent} and group_rows > 1 and group_status <> 'dropped'"
+    groups, alike = run.ask(f"count(distinct group_id), {equal}", kept)
+    dropped = run.lost("zero_variance")
+    share = dropped + (1 - dropped) * (alike / groups if groups else 0.0)
+    if not share > 0.8:
+        return None
+    right = run.late("reward") > 0.5 * run.highest
+    found = f"all answers to a task earn the same in {share:.0%} of the groups: they have no advantage to learn from"
+    remedy = (
+        "give harder tasks" if right else "give easier tasks or a reward in parts, or begin with a stage of SFT"
+    ) + "; the order near_half (tasks.sampler) draws tasks that are sometimes solved"
+    return found, remedy, f"{run.recent} and group_deviation = 0", "reward"
 
 
 @_cause("The policy has collapsed", "setting")

@@ -48,7 +48,7 @@ _WRITTEN = 122_880
 """Rows of a transaction: DuckDB compresses so many together, and writes fewer to its log and again to the table."""
 _UNSTORED = -(1 << 40)
 """Places of answers that the Buffer did not store are less."""
-_TABLES = f"""
+_TABLES = """
 create table about (version varchar, value varchar);
 create table places (place bigint, first integer, group_status varchar, step bigint, uses integer, drop_reason varchar);
 create table rows (place bigint, file varchar, row integer, experience_id varchar, group_id varchar, task_id varchar,
@@ -58,9 +58,8 @@ create table rows (place bigint, file varchar, row integer, experience_id varcha
     finished_at double, group_rows integer, group_reward double,
     group_deviation double, group_status varchar, step bigint, uses integer, drop_reason varchar);
 create view answers as select *, reward - group_reward as advantage, step - 1 - version as staleness from rows;
-create view experiences as select * from answers where place > {_UNSTORED};
 """
-"""Answers are the experiences, which are rows of the log, and answers that the Buffer did not store."""
+"""Answers are the rows of the log and answers that the Buffer did not store."""
 _READ = f"""
 delete from rows where place < {_UNSTORED} and experience_id in (select experience_id from new_rows);
 insert into rows by name select new_rows.* exclude (weight_versions) replace (left(error, {TEXT_LENGTH}) as error,

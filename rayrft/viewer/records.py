@@ -18,7 +18,7 @@ from rayrft.monitor.verdict import Bottleneck
 
 _JUDGED = 50
 """Latest steps of which the verdict is made."""
-_GAPS = 1000
+_GAPS = 200
 """Latest rows with a widest gap that are kept."""
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
@@ -17,15 +21,19 @@ import yaml
 import rayrft
 from rayrft.buffer.reader import Archive
 from rayrft.config import dump_config, load_run_config
+from rayrft.config.serve import ViewerConfig
 from rayrft.core.plan import StepVolume
 from rayrft.core.services import REPORTS
 from rayrft.monitor.records import EvaluationRecord, StepRecord, read_records
 from rayrft.monitor.summary import read_summary
-from rayrft.viewer.app import VIEWS
+from rayrft.runtime.serving import key_digest
+from rayrft.viewer.app import VIEWS, Viewer
+from tests.browser import Window, needs_chromium, served
 from tests.conftest import ROOT
-from tests.e2e.conftest import Call, small_config
+from tests.e2e.conftest import WITHOUT_VLLM, Call, small_config
 from tests.hub import TOKEN, hub
 from tests.viewer.client import Client
+from tests.viewer.recorded import KEY
 
 
 @pytest.fixture(scope="module")
@@ -243,3 +251,46 @@ def test_a_checkpoint_is_pushed_to_the_hub_with_a_card_of_how_it_was_made(finish
     last = summary.accuracy["0"].after
     assert f"({last.right}/{last.count}, " in card and f"| sampled | {summary.ledger.sampled} |" in card
     assert dump_config(load_run_config(run.folder)) in card
+
+
+@contextmanager
+def viewed(run: rayrft.Run, chromium: Any, *queries: str) -> Iterator[Iterable[Window]]:
+    """Windows of a viewer of the run's storage."""
+    app = Viewer(run.folder.parent, ViewerConfig(), (key_digest(KEY),), reports=REPORTS).app()
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as cache, served(app) as url:
+        patch.setenv("XDG_CACHE_HOME", cache)
+        windows = [Window(chromium, url, query, key=KEY) for query in queries]
+        yield windows
+        for window in windows:
+            window.leave()
+
+
+@needs_chromium
+def test_every_page_of_the_run_shows_what_it_left(finished: Any, browser: Any) -> None:
+    run, summary, _ = finished
+    with viewed(run, browser, "") as [window]:
+        window.see(".ledger").to_contain_text(f"{summary.ledger.trained} trained")
+        window.click("article.run a:text-is('whole')")
+        plot = window.page.locator("figure:has-text('Accuracy') .u-over")
+        plot.click(position={"x": plot.bounding_box()["width"] - 2, "y": 40})
+        window.see(".pages").to_contain_text("of 80 rows")
+        window.click("table.rows a >> nth=0")
+        window.see("#drawer dl").to_contain_text("measured in an evaluation")
+        table = "table.rows a"
+        for view, shown in {"Experiences": table, "Tasks": table, "Timeline": "canvas", "Plan": "table.rows"}.items():
+            window.click(f"nav a:text-is('{view}')")
+            window.see(f"main {shown} >> nth=0").to_be_visible()
+
+
+@needs_chromium
+def test_the_pages_of_a_run_follow_its_steps(ray_cluster: Any, browser: Any, tmp_path: Path) -> None:
+    run = rayrft.start(small_config(tmp_path, "live", **WITHOUT_VLLM), **{"stages.mix.steps": 500})
+    page = "?run=live&view="
+    with viewed(run, browser, f"{page}run", f"{page}experiences&group_status=trained") as (curves, rows):
+        curves.see(".facts").to_contain_text(re.compile(r"[1-9]\d* / 503"))
+        curves.see(".pill >> nth=0").to_have_text("running")
+        rows.see(".mean").to_contain_text(re.compile(r"[1-9]\d* rows"))
+        for window, number in ((curves, ".metric:has-text('step') b >> nth=0"), (rows, ".mean")):
+            window.see(number).not_to_have_text(window.page.inner_text(number))
+        run.stop()
+        curves.see(".pill >> nth=0").to_have_text("stopped")

@@ -27,6 +27,7 @@ SCHEMA = pa.schema(
     | {
         "experience_id": pa.string(),
         "stop_reason": pa.string(),
+        "group_status": pa.string(),
         "drop_reason": pa.string(),
         "components": _MAP,
         "metrics": _MAP,
@@ -63,18 +64,18 @@ def planted(
                 "step": step + 1,
                 "group_id": f"{step}/{group}",
                 "group_rows": ROWS,
+                "group_status": "trained",
             }
             of_group["group_deviation"] = float(np.std([each["reward"] for each in made]))
             sampled += [of_group | each for each in made]
         rows += [each | {name: [*each[name].items()] for name in ("components", "metrics")} for each in sampled]
-        columns[step] = {"step": step + 1, "version": step + 1, "sampled_rows": len(sampled), "skipped_updates": 0}
+        columns[step] = {"step": step + 1, "version": step + 1, "usual_rows": len(sampled), "skipped_updates": 0}
         columns[step] |= {"reward": np.mean([each["reward"] for each in sampled]), "truncated_share": 0.05}
         columns[step] |= {"entropy": 1.3 - 0.8 * done, "kl": 0.02 * done, "clip_fraction": 0.02, "logprob_gap": 4e-3}
         columns[step] |= {"grad_norm": 0.6, "lr": 1e-5, **steps(done)}
     connection = duckdb.connect()
     connection.register("given", pa.Table.from_pylist(rows, SCHEMA))
-    connection.execute("create table experiences as select * from given")
-    connection.execute("create view answers as select * from experiences")
+    connection.execute("create table answers as select * from given")
     deaths = range(0, STEPS, restarts) if restarts else []
     held_out = accuracy or (lambda done: 0.2 + 0.6 * done)
     return Evidence(
@@ -110,7 +111,6 @@ SICK: dict[str, dict[str, Any]] = {
     "Attempts fail": {"steps": lambda done: {"lost: timeout": 6, "lost: environment_error": 3}, "row": flat},
     "Answers come too late": {"steps": lambda done: {"lost: stale": 12, "entropy": 0.01}, "row": flat},
     "Parts restart again and again": {"restarts": 3, "row": flat},
-    "Nothing tells answers apart": {"row": lambda done, number: {"reward": 0.0}},
     "Answers are cut": {
         "steps": lambda done: {"truncated_share": 0.6},
         "row": lambda done, number: flat(done, number) | {"stop_reason": "length" if number else "stop"},
@@ -124,11 +124,19 @@ SICK: dict[str, dict[str, Any]] = {
         "row": lambda done, number: flat(done, number) | {"components": OPPOSED[number % 2]}
     },
     "Tasks are memorised": {"accuracy": lambda done: 0.5 - 0.3 * done},
+    "Nothing tells answers apart": {"row": lambda done, number: {"reward": 0.0}},
     "The policy has collapsed": {"steps": lambda done: {"entropy": 1.2 * 0.01**done}, "row": flat},
     "Answers drift in length": {"row": lambda done, number: flat(done, number) | {"tokens": int(50 + 150 * done)}},
     "Steps are too large": {"steps": lambda done: {"clip_fraction": 0.5}, "row": flat},
     "Steps are too small": {"steps": lambda done: {"entropy": 1.2, "kl": 1e-6, "lr": 1e-9}, "row": flat},
 }
+DROPPED = {"reward": 0.0, "group_status": "dropped", "drop_reason": "zero_variance"}
+ALL_FAIL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Answers are cut": ({"truncated_share": 0.9}, {"stop_reason": "length"}),
+    "Answers are not understood": ({}, {"components": {"parsed": 0.0}}),
+    "Tool calls fail": ({}, {"metrics": {"tool_calls": 2.0, "tool_errors": 1.4}}),
+}
+"""Fields of steps and of answers, of which each fails and whose groups are dropped."""
 HEALTHY: dict[str, dict[str, Any]] = {
     "it learns": {},
     "it is solved": {"row": lambda done, number: {"reward": 1.0}},

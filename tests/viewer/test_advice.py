@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayrft.algorithms import Algorithm
+from rayrft.experience import Task
+from rayrft.explorer.unstored import UnstoredAnswers
 from rayrft.viewer import advisories
 from rayrft.viewer.advisories import Advisory, Evidence, advise
 from tests.conftest import ROOT
 from tests.viewer.client import Client
-from tests.viewer.sick import HEALTHY, KEYS, SICK, flat, planted, sick_run
+from tests.viewer.recorded import ROWS, RecordedRun
+from tests.viewer.sick import ALL_FAIL, DROPPED, HEALTHY, KEYS, NAMES, SICK, flat, planted, sick_run
 
 
 @pytest.mark.parametrize("cause", SICK)
@@ -31,16 +35,40 @@ def test_the_cause_of_a_sick_run_is_told_first_with_its_rows(cause: str) -> None
         assert run.ask("count(*)", each.where)[0] > 0 and each.logged == (each.name not in lost)
 
 
+@pytest.mark.parametrize("cause", ALL_FAIL)
+async def test_the_cause_for_which_all_answers_fail_is_told_before_their_equal_rewards(
+    cause: str, tmp_path: Path
+) -> None:
+    fields, failing = ALL_FAIL[cause]
+    steps = {"reward": 0.0, "lost: zero_variance": 120, **fields}
+    found = advise(planted(lambda done: steps, lambda done, number: DROPPED | failing))
+    assert [each.name for each in found] == [cause, "Nothing tells answers apart"]
+    run = RecordedRun(tmp_path, planted=(lambda done: steps, lambda done, number: {}), planned=20)
+    writer, task = UnstoredAnswers(run.folder, "explorer-0"), Task.create("test", "How many?", "4")
+    values = {NAMES.get(name, name): value for name, value in failing.items()} | {"reward": 0.0}
+    for _ in range(20):
+        run.train()
+        rows = [row.with_fields(**values) for row in run.group()]
+        await writer.add_dropped(task, rows, Counter(zero_variance=ROWS))
+    run.close()
+    client = Client(tmp_path)
+    await client.rows()
+    first, last = (await client.ask("advice", run="words"))["advisories"]
+    assert (first["name"], last["name"]) == (cause, "Nothing tells answers apart") and "easier tasks" in last["remedy"]
+    assert (await client.rows(where=first["where"], task_id=task.id))["count"] > 0
+    await client.http.aclose()
+
+
 def test_rows_that_were_dropped_before_the_buffer_are_said_not_to_be_in_the_log() -> None:
     def steps(done: float) -> dict[str, Any]:
-        return {"lost: zero_variance": 900}
+        return {"lost: zero_variance": 900, "sampled_rows": 916}
 
     run = planted(steps, flat)
     [first, *_] = advise(run)
     assert first.name == "Nothing tells answers apart" and not first.logged
     assert "group_deviation" not in first.where
     # Unless their answers are in the run folder.
-    run.rows.execute("create or replace view answers as select * replace (0 as group_deviation) from experiences")
+    run.rows.execute("update answers set group_deviation = 0")
     [first, *_] = advise(run)
     assert first.logged and "group_deviation" in first.where
 

@@ -73,6 +73,8 @@ class Window(browser.Window):
 
 
 Open = Callable[..., Window]
+EVALUATED = "group_status=evaluation&min_version=10&max_version=10"
+"""In the address of the answers of the last evaluation of `words`."""
 
 
 @pytest.fixture
@@ -132,6 +134,10 @@ def test_every_view_opens_from_the_one_before_and_fits(width: int, scheme: str, 
 
 def test_runs_are_compared_as_they_are_chosen(opened: Open) -> None:
     window = opened()
+    for number, rows in (("reward", "min_step=12&max_step=12"), ("accuracy", EVALUATED)):
+        led = window.see(f".run:has-text('words') .metric:has-text('{number}') a")
+        led.to_have_attribute("href", f"?view=experiences&run=words&{rows}")
+    window.see(".run:has-text('fresh') .metric:has-text('reward') a").to_have_count(0)
     window.see(".compare .legend span").to_have_text(["other", "words"])
     window.page.uncheck("input[aria-label='Compare other']")
     window.see(".compare .legend span").to_have_count(0)
@@ -144,15 +150,28 @@ def test_runs_are_compared_as_they_are_chosen(opened: Open) -> None:
     again.see(".compare figcaption b").to_have_text("entropy over tokens")
 
 
-def test_a_click_at_a_step_opens_its_rows(opened: Open) -> None:
-    window = opened("?view=run&run=words")
-    plot = window.page.locator(".charts .u-over >> nth=0")
-    box = plot.bounding_box()
-    window.page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 40)
-    window.see(".charts .readout >> nth=0").to_contain_text("step 12")
-    window.page.mouse.click(box["x"] + box["width"] - 2, box["y"] + 40)
-    window.see("table.rows tbody tr").to_have_count(GROUPS * ROWS)
-    assert "min_step=12&max_step=12" in window.page.url
+@pytest.mark.parametrize(
+    ("query", "chart", "point", "rows"),
+    [
+        ("?view=run&run=words", "Reward", "step 12", "min_step=12&max_step=12"),
+        ("?view=run&run=words", "Accuracy", "step 10", EVALUATED),
+        ("?view=run&run=words&axis=hours", "Accuracy", "hours 0.167", EVALUATED),
+        ("?axis=tokens", "reward over tokens", "tokens", "run=words&min_step=12&max_step=12"),
+        ("?metric=accuracy", "accuracy over step", "step 10", f"run=words&{EVALUATED}"),
+        ("?view=tasks&run=words", "Pass rate", "version 11", "min_version=11&max_version=11"),
+    ],
+)
+def test_a_click_at_a_point_opens_its_rows(query: str, chart: str, point: str, rows: str, opened: Open) -> None:
+    window = opened(query)
+    figure = window.page.locator(f"figure:has-text('{chart}') >> nth=0")
+    box = figure.locator(".u-over").bounding_box()
+    at = box["x"] + box["width"] - 2, box["y"] + 40
+    window.page.mouse.move(*at)
+    expect(figure.locator(".readout")).to_contain_text(point)
+    window.page.mouse.click(*at)
+    window.see("nav a[aria-current]").to_have_text("Experiences")
+    window.see(".pages").to_contain_text("No such row" if EVALUATED in rows else "of 12 rows")
+    assert rows in window.page.url
 
 
 def test_a_point_of_a_long_run_opens_the_steps_whose_mean_it_is_and_rare_numbers_are_seen(
@@ -258,6 +277,8 @@ def test_a_row_is_shown_with_its_turns_tokens_image_and_fate(opened: Open) -> No
         window.page.select_option("select[aria-label=colour]", colouring)
         expect(window.page.locator("#drawer select[aria-label=colour]")).to_have_value(colouring)
         assert f"colour={colouring}" in window.page.url
+        told = window.see("#drawer .strip")
+        (told.to_contain_text if colouring == "advantage" else told.not_to_contain_text)("in training may differ")
     window.click("#drawer .sibling >> nth=1")
     window.see("#drawer h1").to_have_text("words/mix/3/task03/1")
     window.click("#drawer dl a >> nth=0")

@@ -19,7 +19,7 @@ from rayrft.buffer.reader import Archive
 from rayrft.config import load_run_config
 from rayrft.core.services import REPORTS
 from rayrft.data.task_splits import COUNTS, TASKS_FILE
-from rayrft.experience import Task
+from rayrft.experience import Task, VersionSpan
 from rayrft.explorer.evaluation import Attempt
 from rayrft.explorer.unstored import UnstoredAnswers
 from rayrft.monitor.records import read_records
@@ -392,6 +392,10 @@ async def test_advice_on_a_sick_run_leads_to_its_rows(copied: Path) -> None:
     found = await client.ask("advice", run="words")
     assert [each["name"] for each in found["advisories"]] == ["Updates are skipped"] and found["steps"] == 12
     assert (await client.rows(where=found["advisories"][0]["where"]))["count"] > 0
+    records.write_text(
+        records.read_text().replace('"step", "stage"', '"rollout", "stage"').replace("usual_rows", "rows")
+    )
+    assert (await client.ask("advice", run="words"))["steps"] == 0, "an explore job trains nothing"
     await client.http.aclose()
 
 
@@ -447,7 +451,8 @@ async def test_a_dropped_group_that_a_resumed_run_stores_is_shown_as_it_is_in_th
 
 async def test_answers_that_the_buffer_did_not_store_are_found_with_their_reason(copied: Path) -> None:
     task = Task.create("test", "What is two and two?", "4")
-    rows = [replace(row, turns=({"role": "assistant", "content": SCRIPT},)) for row in group(7)]
+    said = ({"role": "assistant", "content": SCRIPT},)
+    rows = [replace(row, turns=said, reward=0.0, weight_versions=(VersionSpan(1, 4, 5),)) for row in group(7)]
     writer, client = UnstoredAnswers(copied / "words", "explorer-0"), Client(copied)
     before = await client.rows()
     await writer.add_dropped(task, rows, Counter(zero_variance=1, reward_unknown=1))
@@ -472,7 +477,8 @@ async def test_answers_that_the_buffer_did_not_store_are_found_with_their_reason
         (9, 1.0, "It is 1."),
     ]
     assert found["means"]["groups"] == 1 and "evaluation" in found["log"]["choices"]["group_status"]
-    tasks = await client.ask("tasks", run="words")
-    assert task.id not in {each["task_id"] for each in tasks["tasks"]}, "pass rates are those of training"
+    tasks = await client.ask("tasks", run="words", which="unsolved")
+    [never] = [each for each in tasks["tasks"] if each["task_id"] == task.id]
+    assert (never["tries"], never["curve"]) == (len(rows), [[5, 0.0]]), "attempts of evaluations do not count"
     (copied / "words" / "answers" / "explorer-0.000000.jsonl").write_text("")
     assert (await client.rows(drop_reason="zero_variance"))["count"] == 0, "the file of a new run"

@@ -41,7 +41,7 @@ export const select = (label, value, options, onchange) => {
 };
 
 export const metric = (label, value, ...more) => {
-  const parts = [make("span", { className: "soft", textContent: label }), make("b", { textContent: value })];
+  const parts = [make("span", { className: "soft", textContent: label }), make("b", {}, value)];
   return make("div", { className: "metric" }, ...parts, ...more);
 };
 export const soft = (textContent) => make("span", { className: "soft", textContent });
@@ -66,6 +66,14 @@ export const input = (label, value, onchange, more = {}) => {
 export const field = (label, ...inputs) => make("label", { className: "field" }, make("span", { textContent: label }), ...inputs);
 export const smoothing = (value, onchange) =>
   field("smoothing", input("smoothing", value, onchange, { type: "range", min: 0, max: 0.98, step: 0.02 }));
+
+// The address of the rows of a point, which is the mean of `count` steps, and of the answers of an evaluation.
+export const rowsAt = (run, means, at, count) => {
+  const half = (count - 1) / 2; // the last point may be of fewer steps
+  const first = Math.round(Math.max(means[at] - half, (means[at - 1] ?? -Infinity) + half + 1));
+  return { view: "experiences", run, min_step: first, max_step: Math.round(2 * means[at]) - first };
+};
+export const answersOf = (run, version) => ({ view: "experiences", run, group_status: "evaluation", min_version: version, max_version: version });
 
 // A table with its heads, whose last column takes the room if it is long, and the pages around it.
 export const listing = (heads, lines) => {
@@ -138,7 +146,7 @@ const isSparse = (values) => {
 };
 
 // A chart. `series` are { name, y, colour, kind: line | raw | points | area }, `bands` pairs of series by number, `marks`
-// are { x, kind, text }. A click gives the number of the nearest point to `onpick`.
+// are { x, kind, text }. A click gives the number of the nearest point to `onpick`, and its series.
 export const chart = (title, x, series, { marks = [], bands = [], height = 190, onpick, sync, xname = "step", yrange } = {}) => {
   const readout = make("span", { className: "readout" });
   const plotted = make("div", { className: "plot" });
@@ -208,7 +216,10 @@ export const chart = (title, x, series, { marks = [], bands = [], height = 190, 
     plot.over.addEventListener("mousedown", (event) => (from = event.clientX));
     plot.over.addEventListener("click", (event) => {
       const at = plot.cursor.idx;
-      if (Math.abs(event.clientX - from) < 3 && at !== null && at !== undefined) onpick(at);
+      if (Math.abs(event.clientX - from) >= 3 || at === null || at === undefined) return;
+      const distance = ({ y }) => Math.abs(plot.valToPos(y[at], "y") - plot.cursor.top);
+      const there = series.filter(({ y }) => (y[at] ?? null) !== null);
+      if (there.length) onpick(at, there.reduce((a, b) => (distance(b) < distance(a) ? b : a)));
     });
   }
   return panel;

@@ -19,7 +19,7 @@ def _advice(runs: Runs, asked: RunRequest) -> dict[str, Any]:
     log, records = run.rows.about(), run.records()
     columns = records.columns()
     first = records.stage_starts[-1][1] if records.stage_starts else 0
-    own = np.flatnonzero((columns["step"] >= first) & (columns.get("usual_rows", columns["step"]) > 0))
+    own = np.flatnonzero((columns["step"] >= first) & (columns.get("usual_rows", np.zeros(1)) > 0))
     with run.rows.cursor() as connection:
         evidence = Evidence(
             {name: values[own] for name, values in columns.items()},

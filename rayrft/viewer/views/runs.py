@@ -27,9 +27,11 @@ def _list(runs: Runs, asked: StorageRequest) -> dict[str, Any]:
     for run in runs.all():
         about = run.status()
         records = run.table
-        accuracy = [[each["step"], each["accuracy"]] for each in greedy(records)]
+        evaluations = greedy(records)
+        accuracy = [[each["step"], each["accuracy"]] for each in evaluations]
+        evaluated = evaluations[-1].get("version") if evaluations else None  # pairs have no answers
         reward = thin({"reward": records.columns("reward")["reward"]}, _SPARK)[0]["reward"].tolist()
-        found.append({**about, "reward": reward, "accuracy": accuracy[-_SPARK:]})
+        found.append({**about, "reward": reward, "accuracy": accuracy[-_SPARK:], "evaluated": evaluated})
     return {"storage": str(runs.storage), "runs": sorted(found, key=lambda each: -each["changed"])}
 
 
@@ -47,16 +49,18 @@ def _compare(runs: Runs, asked: CompareRequest) -> dict[str, Any]:
         if asked.metric == "accuracy":
             found.append(_accuracy(run, columns, asked.axis))
         elif asked.metric in columns:
-            points, share = thin({"x": columns[asked.axis], "y": columns[asked.metric]}, POINTS)
-            found.append({"run": run.name, "x": points["x"].tolist(), "y": points["y"].tolist(), "mean_of": share})
+            chosen = {"x": columns[asked.axis], "y": columns[asked.metric], "steps": columns["step"]}
+            points, share = thin(chosen, POINTS)
+            found.append({"run": run.name, **{name: each.tolist() for name, each in points.items()}, "mean_of": share})
     return {"curves": found, "metrics": sorted(names)}
 
 
 def _accuracy(run: RunFolder, columns: dict[str, Any], axis: str) -> dict[str, Any]:
     """Return the held-out accuracy at the axis's value of the step that was evaluated."""
     at = dict(zip(columns["step"].tolist(), columns[axis].tolist(), strict=True))
-    points = [(at.get(each["step"], 0.0), each["accuracy"]) for each in greedy(run.table)]
-    return {"run": run.name, "x": [x for x, _ in points], "y": [y for _, y in points], "mean_of": 1}
+    measured = greedy(run.table)
+    found = {"x": [at.get(each["step"], 0.0) for each in measured], "y": [each["accuracy"] for each in measured]}
+    return {"run": run.name, **found, "versions": [each.get("version") for each in measured], "mean_of": 1}
 
 
 QUERIES: dict[str, Query] = {

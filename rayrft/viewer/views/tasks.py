@@ -46,8 +46,8 @@ def _tasks(runs: Runs, asked: TasksRequest) -> dict[str, Any]:
     index.update(UPDATE_S)
     log = index.about()
     with index.cursor() as connection:
-        scored = "group_status <> 'demonstration' and reward is not null"
-        last = connection.execute(f"select min(version), max(version) from experiences where {scored}").fetchall()[0]
+        scored = "group_status not in ('demonstration', 'evaluation') and reward is not null"
+        last = connection.execute(f"select min(version), max(version) from answers where {scored}").fetchall()[0]
         first_version, last_version = (int(value or 0) for value in last)
         after = last_version if asked.after is None else asked.after
         before = (
@@ -63,13 +63,13 @@ def _tasks(runs: Runs, asked: TasksRequest) -> dict[str, Any]:
         chosen = "contains(lower(question || ' ' || task_id), lower(?))" if asked.text else "? = ''"
         table = f"""create temp table per_task as select task_id, count(*) as tries, sum({passes}) as passed,
             avg({passes}) as rate, {rate_at(before)} as rate_before, {rate_at(after)} as rate_after,
-            rate_after - rate_before as change from experiences where {scored} and {chosen} group by task_id"""
+            rate_after - rate_before as change from answers where {scored} and {chosen} group by task_id"""
         connection.execute(table, [asked.text])
         shares = ", ".join(f"count(*) filter ({condition})" for condition in _WHICH.values())
         counts = connection.execute(f"select {shares} from per_task").fetchall()[0]
         order = f"{_ORDERS[asked.sort]} nulls last, task_id limit {asked.limit} offset {asked.offset}"
         tasks = dicts(connection.execute(f"select * from per_task where {_WHICH[asked.which]} order by {order}"))
-        sql = f"""select task_id, {bin_of} as upto, avg({passes}), any_value(question) from experiences
+        sql = f"""select task_id, {bin_of} as upto, avg({passes}), any_value(question) from answers
             where {scored} and task_id in (select unnest($1)) group by all order by upto"""
         shown: dict[str, dict[str, Any]] = {task["task_id"]: {**task, "curve": []} for task in tasks}
         for task_id, upto, rate, question in connection.execute(sql, [list(shown)]).fetchall():
@@ -78,7 +78,7 @@ def _tasks(runs: Runs, asked: TasksRequest) -> dict[str, Any]:
         names = [pa.array([*part], pa.string()) for part in (named, named.values())]
         connection.register("named", pa.table(names, ["task_id", "name"]))
         sql = f"""select coalesce(name, source) as source, {bin_of} as version, avg({passes}) as rate
-            from experiences left join named using (task_id) where {scored} group by all order by source, version"""
+            from answers left join named using (task_id) where {scored} group by all order by source, version"""
         sources = dicts(connection.execute(sql))
     return {
         "counts": dict(zip(_WHICH, counts, strict=True)),
@@ -86,6 +86,7 @@ def _tasks(runs: Runs, asked: TasksRequest) -> dict[str, Any]:
         "sources": sources,
         "before": before,
         "after": after,
+        "width": width,
         "log": log,
     }
 

@@ -174,13 +174,14 @@ const tokens = (row, now) => {
   const names = Object.entries(COLOURINGS).filter(([name]) => (name !== "gap" || gaps) && (name !== "trainer" || measured)).map(([name, label]) => [name, name === "advantage" && stepped ? "reward to go" : label]);
   const more = row.token_count > row.token_ids.length ? `, the first ${number(row.token_ids.length)} of ${number(row.token_count)}` : "";
   const none = row.token_texts ? "" : " The model's tokenizer is not on this machine, so ids are shown.";
+  const meaning = mode === "advantage" && !stepped ? " Its advantage in training may differ: algorithms divide the difference, or take it from a critic." : "";
   const notice = measured ? "" : " The gap of engine and trainer is known by token for the row of each step in which it is widest.";
   return make(
     "section",
     { className: "strip" },
     make("div", { className: "controls" }, make("h2", { textContent: `Tokens${more}` }), select("colour", mode, names, (chosen) => changeHere({ colour: chosen })), readout),
     strip,
-    make("p", { className: "soft", textContent: `Faint tokens were given, the model wrote the others.${none}${notice}` }),
+    make("p", { className: "soft", textContent: `Faint tokens were given, the model wrote the others.${none}${notice}${meaning}` }),
   );
 };
 

@@ -1,7 +1,7 @@
 // One run: its curves by group, with what happened as marks. A click at a step opens its rows.
 
 import { make } from "../base.js";
-import { AXES, chart, duration, metric, number, pill, select, smoothed, smoothing, soft, steps, summary } from "../draw.js";
+import { answersOf, AXES, chart, duration, metric, number, pill, rowsAt, select, smoothed, smoothing, soft, steps, summary } from "../draw.js";
 import { changeHere, go, link, query } from "../page.js";
 
 // A chart: title, fields with their names, and how it is drawn.
@@ -72,7 +72,11 @@ const accuracyChart = (found, options) => {
     lines.push({ name: label, y: y("accuracy"), colour: place, kind: "points" });
     lines.push({ name: "", y: y("high"), colour: place, kind: "edge" }, { name: "", y: y("low"), colour: place, kind: "edge" });
   });
-  return chart("Accuracy, held out, with 95 % interval", xs, lines, { ...options, bands, onpick: undefined, sync: undefined });
+  const onpick = (place) => {
+    const measured = evaluations.find((each) => where(each) === xs[place] && "version" in each); // pairs have no answers
+    if (measured) go(answersOf(found.run, measured.version));
+  };
+  return chart("Accuracy, held out, with 95 % interval", xs, lines, { ...options, bands, onpick, sync: undefined });
 };
 
 const head = (run) => {
@@ -131,11 +135,7 @@ export const draw = async (now, main, current) => {
   run.columns = columns;
   run.evaluations = run.evaluations.filter(({ step }) => at < 0 || within(step) || step === starts[at][1] - 1);
   const x = columns[axis] ?? [];
-  const half = (run.mean_of - 1) / 2; // the last point may be of fewer steps
-  const onpick = (at) => {
-    const first = Math.round(Math.max(columns.step[at] - half, (columns.step[at - 1] ?? -Infinity) + half + 1));
-    go({ view: "experiences", run: now.run, min_step: first, max_step: Math.round(2 * columns.step[at]) - first });
-  };
+  const onpick = (at) => go(rowsAt(now.run, columns.step, at, run.mean_of));
   const options = { marks: marksOf(run, axis), sync: "steps", xname: axis, onpick };
   const charts = CHARTS.map(([title, kind]) => {
     if (kind === "accuracy") return accuracyChart(run, options);

@@ -2,7 +2,7 @@
 
 import { make } from "../base.js";
 import { chart, field, input, listing, number, pages, percent, select, soft, sparkline } from "../draw.js";
-import { change, link, pick, query } from "../page.js";
+import { change, go, link, pick, query } from "../page.js";
 import { notices } from "./experiences.js";
 
 const WHICH = { all: "All", solved: "Solved", unsolved: "Never solved", unlearned: "Unlearned" };
@@ -33,14 +33,15 @@ const controls = (now, found) => {
   ];
 };
 
-const curve = (found) => {
+const curve = (found, run) => {
   const xs = [...new Set(found.sources.map(({ version }) => version))].sort((a, b) => a - b);
   const names = [...new Set(found.sources.map(({ source }) => source))];
   const lines = names.map((name, colour) => {
     const by = new Map(found.sources.filter(({ source }) => source === name).map((each) => [each.version, each.rate]));
     return { name: `${name} rows`, y: xs.map((x) => by.get(x)), colour, kind: "points" };
   });
-  return xs.length ? chart("Pass rate by weight version", xs, lines, { height: 170, xname: "version", yrange: [-0.02, 1.02] }) : "";
+  const onpick = (at) => go({ view: "experiences", run, min_version: xs[at], max_version: xs[at] + found.width - 1 });
+  return xs.length ? chart("Pass rate by weight version", xs, lines, { height: 170, xname: "version", yrange: [-0.02, 1.02], onpick }) : "";
 };
 
 const line = (task, now) =>
@@ -62,8 +63,9 @@ export const draw = async (now, main, current) => {
   const rows = listing(heads, found.tasks.map((task) => line(task, now)));
   main.replaceChildren(
     ...notices(found.log),
-    curve(found),
+    curve(found, now.run),
     ...controls(now, found),
+    soft("Tries are the scored answers in the run folder, with those of dropped groups, of which it keeps the latest."),
     rows,
     pages("tasks", first, found.tasks.length, found.counts[now.which ?? "all"], PAGE, (to) => change({ offset: to })),
   );
