@@ -88,11 +88,11 @@ def test_ranks_are_spread_evenly_over_the_bundles_of_their_group(
         bound = inspect.signature(create).bind(self, *arguments, **settings)
         return bound.arguments["placement_group_bundle_indices"], bound.arguments["resources_per_worker"]
 
-    create = WorkerGroup._create_workers
-    monkeypatch.setattr(WorkerGroup, "_create_workers", found)
-    workers = object.__new__(_controller_on(None).worker_group_cls)  # type: ignore[attr-defined]
-    group = SimpleNamespace(bundle_count=bundles)
-    assert workers._create_workers(4, group, {"GPU": 1}, replica_group_size=None) == (expected, {"GPU": 1})
+    name, kind = "_create_workers", _controller_on(None).worker_group_cls  # type: ignore[attr-defined]
+    create = vars(WorkerGroup)[name]
+    monkeypatch.setattr(WorkerGroup, name, found)
+    workers, group = object.__new__(kind), SimpleNamespace(bundle_count=bundles)
+    assert vars(kind)[name](workers, 4, group, {"GPU": 1}, replica_group_size=None) == (expected, {"GPU": 1})
 
 
 @pytest.mark.parametrize(("interface", "actor"), [(RankApi, Rank), (Mailbox, Trainer)])
