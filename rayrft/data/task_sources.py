@@ -176,14 +176,16 @@ def _to_tasks(
     read: dict[int, Task] = {}
     broken: dict[int, DataError] = {}
     columns: dict[str, None] = {}
-    layouts = Counter[str]()
+    layouts, named = Counter[str](), _named_layouts(config)
     with closing(rows.rows):
         for number, row in rows.rows:
             try:
                 if isinstance(row, str):
                     raise DataError(row, field=rows.field)
                 columns.update(dict.fromkeys(row))
-                layout = recognise(row, _named_layouts(config) or TASKS)
+                layout = recognise(row, named or TASKS)
+                if not named:
+                    layout.check_content(row, (config.images,))
                 read[number] = _to_task(row, layout, rows, config, field)
                 layouts[layout.shown(row)] += 1
             except DataError as error:

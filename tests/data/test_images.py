@@ -177,7 +177,7 @@ def test_demonstrations_keep_their_images(tokenizer: ChatTokenizer, tmp_path: Pa
     rows = [
         {"prompt": "the <image>?", "response": "red", "images": ["pictures/wide.png"]},
         {"prompt": "text only", "response": "yes"},
-        {"prompt": "q", "chosen": "yes", "rejected": "no", "images": list(pictures[:2])},
+        {"question": "q", "chosen": "yes", "rejected": "no", "images": list(pictures[:2])},
     ]
     taken, _ = load(jsonl(rows, tmp_path), tokenizer)
     assert [row.images for row in taken] == [pictures[:1], (), pictures[:2], pictures[:2]]
