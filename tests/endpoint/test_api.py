@@ -224,6 +224,35 @@ async def test_calls_of_tools_are_parsed_and_not_shown_as_text(tiny_model: Path,
         assert plain.choices[0].message.content == said and plain.choices[0].message.tool_calls is None
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("api", ["chat", "responses"])
+async def test_of_the_allowed_tools_alone_one_is_called(api: str, mode: str, tiny_model: Path) -> None:
+    other = {"type": "function", "function": {"name": "subtract", "parameters": {"type": "object"}}}
+    allowed: dict[str, Any] = {"mode": mode, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    choice: dict[str, Any] = {"type": "allowed_tools", "allowed_tools": allowed}
+    form: Any = {"response_format": {"type": "json_object"}}
+    said = '{"name": "add", "arguments": {"a": 1}}'
+    said = said if mode == "required" else f"<tool_call>{said}</tool_call>"
+    async with serve(tiny_model, lambda prompt: said, max_length=600) as served:
+        create: Any = served.client.chat.completions.create
+        asked: dict[str, Any] = {"messages": USER, "tools": [TOOL, other], "tool_choice": choice, **form}
+        if api == "responses":
+            choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "add"}]}
+            tools = [{"type": "function", **each["function"]} for each in (TOOL, other)]
+            asked = {"input": "hi", "tools": tools, "tool_choice": choice, "text": {"format": form["response_format"]}}
+            asked |= {"truncation": "auto", "max_tool_calls": 3}
+            create = served.client.responses.create
+        answer = (await create(model=MODEL, **asked)).model_dump()
+        assert "add" in json.dumps(answer.get("output") or answer["choices"][0]["message"]["tool_calls"])
+        [request] = served.policy.requests
+        shown = served.policy.tokenizer.hf.decode(request.prompt)
+        assert "add" in shown and "subtract" not in shown
+        assert ('"const": "add"' in request.sampling.json_schema) == (mode == "required"), "the tool's schema wins"
+        for wrong in ({**choice, "allowed_tools": {"tools": [other], "mode": "any"}}, {"type": "allowed_tools"}):
+            with pytest.raises(openai.BadRequestError, match="tool_choice"):
+                await create(model=MODEL, **{**asked, "tool_choice": wrong})
+
+
 async def test_a_template_that_knows_no_tools_is_shown_them_and_their_results_as_text(tiny_model: Path) -> None:
     said = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
     async with serve(tiny_model, lambda prompt: said, max_length=600) as served:
