@@ -116,6 +116,11 @@ class Sampled(_Body):
         raise NotImplementedError
 
     @property
+    def scored(self) -> bool:
+        """Whether the response has the log-probs of the prompt, which come with the whole answer."""
+        return False
+
+    @property
     def json_schema(self) -> dict[str, Any] | None:
         """The schema that the answer must follow, if there is one."""
         return None
@@ -367,13 +372,15 @@ class CompletionRequest(Sampled):
             raise UnsupportedParameter("max_tokens", "must be at least 1 without 'echo', and in a stream")
         if self.n * len(self.prompts) > _MOST_ANSWERS:
             raise UnsupportedParameter("n", f"asks for more than {_MOST_ANSWERS} answers to these prompts")
-        if self.echo and self.stream and self.logprobs is not None:
-            raise UnsupportedParameter("echo", "cannot be streamed with log-probs")
         return self
 
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+    @property
+    def scored(self) -> bool:
+        return self.echo and self.logprobs is not None
 
 
 class FeedbackRequest(_Body):

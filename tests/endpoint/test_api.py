@@ -90,6 +90,11 @@ async def test_prompts_in_a_list_are_echoed_with_their_logprobs_each_a_row_of_th
     async for chunk in stream:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == ["ahello", "bhello"]
+    asked: Any = {"model": MODEL, "prompt": [first, second], "echo": True, "logprobs": 2, "max_tokens": 1}
+    chunks = [chunk async for chunk in await served.client.completions.create(**asked, n=2, stream=True)]
+    assert [each.choices[0].text for each in chunks[::2]] == [choice.text for choice in answer.choices]
+    assert [each.choices[0].logprobs for each in chunks[::2]] == [choice.logprobs for choice in answer.choices]
+    assert [each.choices[0].finish_reason for each in chunks] == [None, "length"] * 4
     await served.client.post("/feedback", cast_to=object, body={"id": "s", "reward": 1.0})
     assert len(served.book.sessions.take()[0][0].rows) == 4
 
