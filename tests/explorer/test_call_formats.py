@@ -28,7 +28,13 @@ from rayrft.explorer.tools.call_formats import (
     calls_of,
     probe_template,
 )
-from rayrft.explorer.tools.vllm_parsers import HostedParser, VllmCalls, check_call_format, open_call_format
+from rayrft.explorer.tools.vllm_parsers import (
+    HostedParser,
+    VllmCalls,
+    check_call_format,
+    check_template,
+    open_call_format,
+)
 from rayrft.registry import Registry
 from rayrft.trainer.tiny import make_tokenizer
 
@@ -331,6 +337,10 @@ async def test_a_template_without_calls_is_one_of_hermes_and_one_that_nobody_rea
     tokenizer: Callable[[str], ChatTokenizer],
 ) -> None:
     assert type(await open_call_format("auto", tokenizer("llama3"), "form")) is call_formats.get("hermes")
+    notices = [await check_template(tokenizer(name), "form") for name in ("llama3", "qwen3", "lfm2", "deepseekv3")]
+    assert [notice and "read as hermes" in notice for notice in notices] == [None, None, True, True], (
+        "where it is a guess"
+    )
     strange = tokenizer("kimi")
     strange.hf.chat_template = _TURNS.replace("CALLS", "{% for c in m.tool_calls %}~{{ c.function }}~{% endfor %}")
     with pytest.raises(ConfigError, match="none of vLLM's parsers"):
