@@ -31,12 +31,12 @@ _ROLES = {
 TRUTH = "answer|ground_truth|final_answer|reference_answer|target|solution|answerKey"
 """Columns of right answers."""
 _SYSTEM = {"system": "system|system_prompt?"}
-_CHOICES = {"choices": "choices.text|choices|options?"}
+_CHOICES = {"choices": "choices.text|choices|options?", "labels": "choices.label?"}
 _COMPLETION = {"prompt": "prompt", "response": "completion", **_SYSTEM}
 _PAIR = {"chosen": "chosen", "rejected": "rejected"}
 _CONTENT = (
-    *("system", "system_prompt", "input", "context", "history", "choices", "options", "tools"),
-    *("image", "images", "video", "videos", "audio", "audios"),
+    *("system", "system_prompt", "input", "context", "passage", "article", "document", "hint", "history", "tools"),
+    *("choices", "options", "image", "images", "video", "videos", "audio", "audios"),
 )
 """Columns that carry content: a recognised layout either reads such a column of a row, or refuses the row."""
 
@@ -70,9 +70,10 @@ class RowLayout:
         and the number of the right choice its letter."""
         values = {name: _value(row, spec) for name, spec in self.columns.items()}
         asked, answer = ("question", "answer") if "question" in values else ("prompt", "response")
-        if choices := values.pop("choices", None):
+        choices, labels = values.pop("choices", None), values.pop("labels", None)
+        if choices:
             question = as_text(values[asked], self.column(row, asked))
-            values[asked], values[answer] = _multiple_choice(question, choices, values[answer])
+            values[asked], values[answer] = _multiple_choice(question, choices, labels, values[answer])
         if history := values.pop("history", None):
             values[asked] = [*_earlier_turns(history), {"role": "user", "content": values[asked]}]
         return values
@@ -107,24 +108,32 @@ def _options(spec: str) -> list[list[str]]:
     return [part.split(" + ") for part in spec.removesuffix("?").split("|")]
 
 
-def _multiple_choice(question: str, choices: Any, answer: Any) -> tuple[str, Any]:
-    """Return a question with its choices as lines with letters, unless it has them, and the letter of the answer, which
-    is a choice or its number from 0; another text stays."""
+def _multiple_choice(question: str, choices: Any, labels: Any, answer: Any) -> tuple[str, Any]:
+    """Return a question with its choices as lines with letters, unless it has them, and the letters of its answers."""
+    if isinstance(choices, dict):
+        labels, choices = [*choices], [*choices.values()]
     if not isinstance(choices, list) or len(choices) > len(ascii_uppercase):
         raise DataError("'choices' is not a list of at most 26 texts")
     texts = [re.sub(r"^\s*(?:\([A-Z]\)|[A-Z][).:、])\s*", "", answer_text(each, "choices")) for each in choices]
     lines = dict(zip(ascii_uppercase, texts, strict=False))
     if not all(re.search(rf"{letter}[).:、]\s*{re.escape(text)}", question) for letter, text in lines.items()):
         question = "\n".join([question, *(f"{letter}. {text}" for letter, text in lines.items())])
-    if answer in (known := [*choices, *texts]):
-        answer = ascii_uppercase[known.index(answer) % len(choices)]
-    elif isinstance(answer, int):
-        if not 0 <= answer < len(choices):
-            raise DataError(
-                f"the answer {answer} is not a number from 0 of its {len(choices)} choices", "give a letter"
-            )
-        answer = ascii_uppercase[answer]
-    return question, answer
+    known = [*(labels or ascii_uppercase[: len(choices)]), *choices, *texts]
+    if isinstance(answer, list):
+        return question, [_letter(each, known, len(choices)) for each in answer]
+    return question, _letter(answer, known, len(choices))
+
+
+def _letter(answer: Any, known: list[Any], count: int) -> Any:
+    """Return the letter of an answer, which is one of the ``known`` names of choices or a number from 0; another text
+    stays."""
+    if answer in known:
+        return ascii_uppercase[known.index(answer) % count]
+    if not isinstance(answer, int | float) and not str(answer).isdigit():
+        return answer
+    if isinstance(answer, bool | str) or answer not in range(count):
+        raise DataError(f"the answer {answer!r} is not a number from 0 of its {count} choices", "give a letter")
+    return ascii_uppercase[int(answer)]
 
 
 def _earlier_turns(history: Any) -> list[_Message]:
@@ -251,15 +260,13 @@ def conversations(row: Mapping[str, Any], form: RowFormat) -> Conversations:
     texts = [values.get(name) for name in ("prompt", "response", "chosen", "rejected", "text")]
     as_chat = form.chat if form.chat is not None else bool(named)
     plain = layout.plain and not as_chat and all(each is None or isinstance(each, str) for each in texts)
+    as_texts = plain or "text" in values or "steps" in values
     if not named:
-        layout.check_content(row, () if plain else (form.images, form.tools))
+        layout.check_content(row, () if as_texts else (form.images, form.tools))
     if plain and values.get("system"):
         raise DataError("texts without chat template have no system message", "set chat: true")
     names = {name: layout.column(row, name) for name in values}
-    if plain or "text" in values or "steps" in values:
-        sides = _plain_sides(values, names, as_chat)
-    else:
-        sides = reader.sides(values, names)
+    sides = _plain_sides(values, names, as_chat) if as_texts else reader.sides(values, names)
     paired = len(sides) == 2 and "chosen" in values
     if paired and (sides[0].messages, sides[0].texts) == (sides[1].messages, sides[1].texts):
         raise DataError(f"{names['chosen']!r} and {names['rejected']!r} are the same")
@@ -471,15 +478,17 @@ def message_text(value: Any, name: str) -> Any:
     return value
 
 
-def task_prompt(value: Any, name: str, key: str) -> tuple[list[dict[str, str]], str | None, list[Any]]:
+def task_prompt(
+    value: Any, name: str, key: str, system: Any = None
+) -> tuple[list[dict[str, str]], str | None, list[Any]]:
     """Return the messages of a task's prompt, of which the last one is the user's, the answer of the assistant after
-    it, if there is one, and the images in the messages.
+    it, if there is one, and the images in the messages. A row's ``system`` message comes first.
 
     Raises DataError, with the config ``key``, for another value than a text or messages.
     """
     reader = _Reader()
     try:
-        messages = reader.messages(value, "user", name)
+        messages = _with_system(system, reader.messages(value, "user", name))
     except DataError as error:
         raise DataError(error.problem, error.remedy, field=key) from None
     answer = messages.pop()["content"] if len(messages) > 1 and messages[-1]["role"] == "assistant" else None

@@ -421,7 +421,11 @@ TASKS: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
         ("2 + 2?\nA. 3\nB. 4", "B"),
     ),
     "question and answer with labelled choices": (
-        {"question": "2 + 2?", "choices": {"text": ["3", "4"], "label": ["A", "B"]}, "answerKey": "B"},
+        {"question": "2 + 2?", "choices": {"text": ["3", "4"], "label": ["1", "2"]}, "answerKey": "2"},
+        ("2 + 2?\nA. 3\nB. 4", "B"),
+    ),
+    "question and answer with choices by label": (
+        {"question": "2 + 2?", "options": {"X": "3", "Y": "4"}, "answer": ["Y", "3"]},
         ("2 + 2?\nA. 3\nB. 4", "B"),
     ),
     "question and answer with choices in it": (
@@ -456,6 +460,7 @@ def test_tasks_of_a_known_layout_go_in_as_they_are(
     assert (task.question, task.answer) == expected
     assert name.startswith(next(iter(read[0].layouts)).partition(":")[0])
     assert task.system == row.get("system") or "system" not in row
+    assert task.other_answers == ("A",) * isinstance(row.get("answer"), list)
     if "history" in row:
         assert [[each["content"] for each in task.history]] == row["history"]
     shown = row.get("prompt", row.get("messages"))
@@ -470,10 +475,14 @@ def test_tasks_of_a_known_layout_go_in_as_they_are(
     ("row", "problem"),
     [
         ({"question": "Who?", "answer": "I", "context": "I did it."}, "does not read 'context'"),
+        ({"question": "Who?", "answer": True, "passage": "I did it."}, "does not read 'passage'"),
         ({"question": "Who?", "answer": "I", "image": "a.png"}, "does not read 'image'"),
         ({"prompt": "Who?", "completion": "I", "input": "I did it."}, "does not read 'input'"),
         ({"question": "Who?", "answer": 2, "choices": ["I", "you"]}, "not a number from 0 of its 2 choices"),
+        ({"question": "Who?", "answer": "1", "choices": ["I", "you"]}, "not a number from 0 of its 2 choices"),
+        ({"question": "Who?", "answer": True, "choices": ["I", "you"]}, "not a number from 0 of its 2 choices"),
         ({"question": "Who?", "answer": "I", "choices": "I or you"}, "'choices' is not a list"),
+        ({"messages": [SYSTEM, USER, ANSWER], "system": "Be long."}, "has a system message, and so have its messages"),
         ({"instruction": "Who?", "output": "I", "history": ["you?"]}, "'history' is not a list of pairs"),
         ({"messages": [USER, {"role": "critic", "content": "No."}, ANSWER]}, "has the role 'critic'"),
     ],
@@ -495,8 +504,9 @@ def test_texts_without_chat_template_have_no_place_for_other_content(
     lost: dict[str, Any], tokenizer: Callable[[str], ChatTokenizer], tmp_path: Path
 ) -> None:
     row = {"prompt": "2 + 2 is", "completion": " 4.", **lost}
-    with pytest.raises(DataError, match=r"does not read|no system message"):
-        read(row, tokenizer("qwen3"), tmp_path)
+    for texts in (row, {"text": "2 + 2 is 4.", **lost}):
+        with pytest.raises(DataError, match=r"does not read|no system message"):
+            read(texts, tokenizer("qwen3"), tmp_path)
     if "system" in lost:
         assert SYSTEM in read(row, tokenizer("qwen3"), tmp_path, chat=True)[0][0].turns
 
