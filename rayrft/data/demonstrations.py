@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Set
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -54,8 +55,10 @@ class RowEncoder:
     base: Path = Path("rows")
     """The folder, or a file in it, to which paths of images are relative."""
 
-    def encode(self, rows: Iterable[tuple[int, ParsedRow]]) -> tuple[dict[int, list[Experience]], SkippedRows]:
-        """Encode numbered rows; return the experiences by row number, and the skipped rows."""
+    def encode(
+        self, rows: Iterable[tuple[int, ParsedRow]], size: int | None = None
+    ) -> tuple[dict[int, list[Experience]], SkippedRows]:
+        """Encode numbered rows until ``size`` are usable; return experiences by row number, and the skipped rows."""
         encoded, skipped = {}, SkippedRows()
         for number, row in rows:
             try:
@@ -67,6 +70,8 @@ class RowEncoder:
                 skipped.excluded[number] = result
             else:
                 encoded[number] = result
+            if len(encoded) == size:
+                break
         return encoded, skipped
 
     def _encode_row(self, group: str, row: ParsedRow) -> list[Experience] | str:
@@ -181,9 +186,10 @@ def from_source(encoder: RowEncoder) -> tuple[list[Experience], SkippedRows]:
     """
     assert isinstance(encoder.form, DemonstrationsConfig)
     source = open_source(encoder.form, f"demonstrations.{encoder.name}")
-    encoded, skipped = replace(encoder, base=source.base).encode(source.rows)
+    with closing(source.rows) as rows:
+        encoded, skipped = replace(encoder, base=source.base).encode(rows, encoder.form.size)
     _check(len(encoded), skipped, encoder.form, source.field, source.origin)
-    return [row for rows in list(encoded.values())[: encoder.form.size] for row in rows], skipped
+    return [row for group in encoded.values() for row in group], skipped
 
 
 def held_out_name(name: str) -> str:
@@ -232,9 +238,12 @@ def from_dataset(dataset: ray.data.Dataset, encoder: RowEncoder) -> tuple[ray.da
     for row in encoded.map_batches(_skipped_rows, batch_format="pyarrow", batch_size=None).iter_rows():
         reasons = skipped.broken if row["status"] == _BROKEN else skipped.excluded
         reasons[_number(row["group_id"])] = row["error"]
-    _check(total - len(skipped), skipped, encoder.form, field, None)
-    kept = sorted(set(range(1, total + 1)) - skipped.broken.keys() - skipped.excluded.keys())
-    last = kept[: encoder.form.size][-1]
+    kept = sorted(set(range(1, total + 1)) - skipped.broken.keys() - skipped.excluded.keys())[: encoder.form.size]
+    last = kept[-1] if len(kept) == encoder.form.size else total
+    for reasons in (skipped.broken, skipped.excluded):
+        for number in [each for each in reasons if each > last]:
+            del reasons[number]
+    _check(len(kept), skipped, encoder.form, field, None)
     return encoded.map_batches(_rows_until, batch_format="pyarrow", batch_size=None, fn_args=(last,)), skipped
 
 

@@ -6,9 +6,10 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from string import ascii_uppercase
 from typing import Any
 
 from rayrft.config.demonstrations import RowFormat
@@ -20,10 +21,24 @@ from rayrft.errors import DataError
 _Message = dict[str, Any]
 """A chat message: ``role`` and ``content``, texts; other fields as chat templates take them, such as ``tool_calls``. An
 assistant's message with ``weight`` 0 is context, which is not trained."""
-_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "observation": "tool"}
-"""Roles of ShareGPT."""
-TRUTH = "answer|ground_truth|final_answer|reference_answer|target|solution"
+_ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response", "function", "ipython"), "tool"),
+}
+"""Roles of chat templates, and other names of them, such as those of ShareGPT."""
+TRUTH = "answer|ground_truth|final_answer|reference_answer|target|solution|answerKey"
 """Columns of right answers."""
+_SYSTEM = {"system": "system|system_prompt?"}
+_CHOICES = {"choices": "choices.text|choices|options?", "labels": "choices.label?"}
+_COMPLETION = {"prompt": "prompt", "response": "completion", **_SYSTEM}
+_PAIR = {"chosen": "chosen", "rejected": "rejected"}
+_CONTENT = (
+    *("system", "system_prompt", "input", "context", "passage", "article", "document", "hint", "history", "tools"),
+    *("choices", "options", "image", "images", "video", "videos", "audio", "audios"),
+)
+"""Columns that carry content: a recognised layout either reads such a column of a row, or refuses the row."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +66,25 @@ class RowLayout:
         return [spec for spec in self.required if not _present(row, spec)]
 
     def read(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the row's values by name; None where it has none."""
-        return {name: _value(row, spec) for name, spec in self.columns.items()}
+        """Return the row's values by name; None where it has none. Choices and earlier turns become part of the prompt,
+        and the number of the right choice its letter."""
+        values = {name: _value(row, spec) for name, spec in self.columns.items()}
+        asked, answer = ("question", "answer") if "question" in values else ("prompt", "response")
+        choices, labels = values.pop("choices", None), values.pop("labels", None)
+        if choices:
+            question = as_text(values[asked], self.column(row, asked))
+            values[asked], values[answer] = _multiple_choice(question, choices, labels, values[answer])
+        if history := values.pop("history", None):
+            values[asked] = [*_earlier_turns(history), {"role": "user", "content": values[asked]}]
+        return values
+
+    def check_content(self, row: Mapping[str, Any], read: Collection[str]) -> None:
+        """Raise DataError for a column of content that is neither one of ``read`` nor a column of the layout."""
+        columns = {name.partition(".")[0] for spec in self.columns.values() for name in _present(row, spec)}
+        for name in _CONTENT:
+            if name not in columns and name not in read and row.get(name) not in (None, "", []):
+                remedy = "remove the column, or name in the config the columns to read"
+                raise DataError(f"the layout {self.name!r} does not read {name!r}", remedy)
 
     def column(self, row: Mapping[str, Any], name: str) -> str:
         """Return the column or columns of the row that hold a value; what they may be if it has none."""
@@ -76,6 +108,41 @@ def _options(spec: str) -> list[list[str]]:
     return [part.split(" + ") for part in spec.removesuffix("?").split("|")]
 
 
+def _multiple_choice(question: str, choices: Any, labels: Any, answer: Any) -> tuple[str, Any]:
+    """Return a question with its choices as lines with letters, unless it has them, and the letters of its answers."""
+    if isinstance(choices, dict):
+        labels, choices = [*choices], [*choices.values()]
+    if not isinstance(choices, list) or len(choices) > len(ascii_uppercase):
+        raise DataError("'choices' is not a list of at most 26 texts")
+    texts = [re.sub(r"^\s*(?:\([A-Z]\)|[A-Z][).:、])\s*", "", answer_text(each, "choices")) for each in choices]
+    lines = dict(zip(ascii_uppercase, texts, strict=False))
+    if not all(re.search(rf"{letter}[).:、]\s*{re.escape(text)}", question) for letter, text in lines.items()):
+        question = "\n".join([question, *(f"{letter}. {text}" for letter, text in lines.items())])
+    known = [*(labels or ascii_uppercase[: len(choices)]), *choices, *texts]
+    if isinstance(answer, list):
+        return question, [_letter(each, known, len(choices)) for each in answer]
+    return question, _letter(answer, known, len(choices))
+
+
+def _letter(answer: Any, known: list[Any], count: int) -> Any:
+    """Return the letter of an answer, which is one of the ``known`` names of choices or a number from 0; another text
+    stays."""
+    if answer in known:
+        return ascii_uppercase[known.index(answer) % count]
+    if not isinstance(answer, int | float) and not str(answer).isdigit():
+        return answer
+    if isinstance(answer, bool | str) or answer not in range(count):
+        raise DataError(f"the answer {answer!r} is not a number from 0 of its {count} choices", "give a letter")
+    return ascii_uppercase[int(answer)]
+
+
+def _earlier_turns(history: Any) -> list[_Message]:
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise DataError("'history' is not a list of pairs of a question and its answer")
+    roles = "user", "assistant"
+    return [{"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)]
+
+
 def _value(row: Mapping[str, Any], spec: str) -> Any:
     names = _present(row, spec)
     values = [value_at(row, name) for name in names]
@@ -96,34 +163,40 @@ DEMONSTRATIONS = (
             "tools": "input.tools?",
         },
     ),
-    RowLayout("ShareGPT preference", {"prompt": "conversations", "chosen": "chosen", "rejected": "rejected"}),
-    RowLayout("TRL preference", {"prompt": "prompt?", "chosen": "chosen", "rejected": "rejected"}, plain=True),
-    RowLayout("ShareGPT", {"messages": "conversations", "system": "system?"}),
-    RowLayout("chat messages", {"messages": "messages"}),
+    RowLayout("ShareGPT preference", {"prompt": "conversations", **_PAIR, **_SYSTEM}),
+    RowLayout("TRL preference", {"prompt": "prompt", **_PAIR, **_SYSTEM}, plain=True),
+    RowLayout("question and preference", {"prompt": "question|instruction + input", **_PAIR, **_SYSTEM}),
+    RowLayout("TRL preference with an implicit prompt", {"prompt": "prompt?", **_PAIR, **_SYSTEM}, plain=True),
+    RowLayout("ShareGPT", {"messages": "conversations", **_SYSTEM}),
+    RowLayout("chat messages", {"messages": "messages", **_SYSTEM}),
     RowLayout(
         "TRL stepwise supervision",
         {"prompt": "prompt", "steps": "completions", "step_labels": "labels"},
         plain=True,
     ),
-    RowLayout("TRL unpaired preference", {"prompt": "prompt", "response": "completion"}, plain=True, also=("label",)),
-    RowLayout("TRL prompt-completion", {"prompt": "prompt", "response": "completion"}, plain=True),
-    RowLayout("prompt and response", {"prompt": "prompt", "response": "response"}),
-    RowLayout("Alpaca", {"prompt": "instruction + input", "response": "output", "system": "system?"}),
-    RowLayout("Dolly", {"prompt": "instruction + context", "response": "response"}),
-    RowLayout("question and answer", {"prompt": "question", "response": "answer"}),
+    RowLayout("TRL unpaired preference", _COMPLETION, plain=True, also=("label",)),
+    RowLayout("TRL prompt-completion", _COMPLETION, plain=True),
+    RowLayout("prompt and response", {"prompt": "prompt", "response": "response", **_SYSTEM}),
+    RowLayout("Alpaca", {"prompt": "instruction + input", "response": "output", "history": "history?", **_SYSTEM}),
+    RowLayout("Dolly", {"prompt": "instruction + context", "response": "response", **_SYSTEM}),
+    RowLayout("question and answer", {"prompt": "question", "response": "answer", **_CHOICES, **_SYSTEM}),
     RowLayout("TRL language modelling", {"text": "text"}, plain=True),
 )
 """Layouts of demonstrations: of those that fit a row, the first is taken."""
 
 TASKS = (
-    RowLayout("verl", {"question": "prompt", "answer": "reward_model.ground_truth"}, also=("data_source",)),
-    RowLayout("question and answer", {"question": "question", "answer": f"{TRUTH}?"}),
-    RowLayout("problem and answer", {"question": "problem", "answer": f"{TRUTH}?"}),
-    RowLayout("Alpaca", {"question": "instruction + input", "answer": "output", "system": "system?"}),
-    RowLayout("TRL prompt-completion", {"question": "prompt", "answer": f"{TRUTH}|completion"}, also=("completion",)),
-    RowLayout("TRL prompt-only", {"question": "prompt", "answer": f"{TRUTH}?"}),
-    RowLayout("ShareGPT", {"question": "conversations", "answer": f"{TRUTH}?", "system": "system?"}),
-    RowLayout("chat messages", {"question": "messages", "answer": f"{TRUTH}?"}),
+    RowLayout("verl", {"question": "prompt", "answer": "reward_model.ground_truth", **_SYSTEM}, also=("data_source",)),
+    RowLayout("question and answer", {"question": "question", "answer": f"{TRUTH}?", **_CHOICES, **_SYSTEM}),
+    RowLayout("problem and answer", {"question": "problem", "answer": f"{TRUTH}?", **_CHOICES, **_SYSTEM}),
+    RowLayout("Alpaca", {"question": "instruction + input", "answer": "output", "history": "history?", **_SYSTEM}),
+    RowLayout(
+        "TRL prompt-completion",
+        {"question": "prompt", "answer": f"{TRUTH}|completion", **_SYSTEM},
+        also=("completion",),
+    ),
+    RowLayout("TRL prompt-only", {"question": "prompt", "answer": f"{TRUTH}?", **_SYSTEM}),
+    RowLayout("ShareGPT", {"question": "conversations", "answer": f"{TRUTH}?", **_SYSTEM}),
+    RowLayout("chat messages", {"question": "messages", "answer": f"{TRUTH}?", **_SYSTEM}),
 )
 """Layouts of tasks, likewise."""
 
@@ -187,11 +260,13 @@ def conversations(row: Mapping[str, Any], form: RowFormat) -> Conversations:
     texts = [values.get(name) for name in ("prompt", "response", "chosen", "rejected", "text")]
     as_chat = form.chat if form.chat is not None else bool(named)
     plain = layout.plain and not as_chat and all(each is None or isinstance(each, str) for each in texts)
+    as_texts = plain or "text" in values or "steps" in values
+    if not named:
+        layout.check_content(row, () if as_texts else (form.images, form.tools))
+    if plain and values.get("system"):
+        raise DataError("texts without chat template have no system message", "set chat: true")
     names = {name: layout.column(row, name) for name in values}
-    if plain or "text" in values or "steps" in values:
-        sides = _plain_sides(values, names, as_chat)
-    else:
-        sides = reader.sides(values, names)
+    sides = _plain_sides(values, names, as_chat) if as_texts else reader.sides(values, names)
     paired = len(sides) == 2 and "chosen" in values
     if paired and (sides[0].messages, sides[0].texts) == (sides[1].messages, sides[1].texts):
         raise DataError(f"{names['chosen']!r} and {names['rejected']!r} are the same")
@@ -262,8 +337,10 @@ class _Reader:
         prompt = values["prompt"]
         if "response" in values:
             joined, first = self._joined(prompt, values["response"], names["prompt"], names["response"])
-            return [Side(_as_context(_with_system(system, joined), first + bool(system)))]
-        sides = [self._joined(prompt, values[side], names["prompt"], names[side])[0] for side in ("chosen", "rejected")]
+            full = _with_system(system, joined)
+            return [Side(_as_context(full, first + len(full) - len(joined)))]
+        answers = [self._joined(prompt, values[side], names["prompt"], names[side])[0] for side in _PAIR]
+        sides = [_with_system(system, answer) for answer in answers]
         shared = common_length(*sides)
         return [Side(_as_context(side, shared), chosen=not number) for number, side in enumerate(sides)]
 
@@ -298,14 +375,19 @@ class _Reader:
         # Arrow gives every message the fields of all messages, null where it has none.
         message = _without_nulls(value)
         if "from" in message and "value" in message:
-            role = message.pop("from")
-            message = {"role": _ROLES.get(role, role), "content": message.pop("value"), **message}
+            message = {"role": message.pop("from"), "content": message.pop("value"), **message}
+        if (given := message.get("role")) in ("function_call", "tool_call"):
+            found = _json(message.pop("content", None), path, (list, dict))
+            message["tool_calls"] = found if isinstance(found, list) else [found]
         calls, weight = message.pop("tool_calls", None), message.pop("weight", None)
         if calls:
             message["tool_calls"] = tool_calls(calls, f"{path}.tool_calls")
             message.setdefault("content", "")
         if not {"role", "content"} <= message.keys():
             raise DataError(f"{path} needs 'role' and 'content'")
+        if (role := _ROLES.get(str(given))) is None:
+            raise DataError(f"{path} has the role {given!r}", "write system, user, assistant or tool")
+        message["role"] = role
         message["content"] = self._text(message["content"], f"{path}.content")
         for key, text in message.items():
             if key != "tool_calls":
@@ -373,7 +455,7 @@ def tool_schemas(value: Any, name: str) -> tuple[dict[str, Any], ...]:
     return tuple(map(_without_nulls, found))
 
 
-def _json(value: Any, name: str, kind: type = list) -> Any:
+def _json(value: Any, name: str, kind: type | tuple[type, ...] = list) -> Any:
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -396,15 +478,17 @@ def message_text(value: Any, name: str) -> Any:
     return value
 
 
-def task_prompt(value: Any, name: str, key: str) -> tuple[list[dict[str, str]], str | None, list[Any]]:
+def task_prompt(
+    value: Any, name: str, key: str, system: Any = None
+) -> tuple[list[dict[str, str]], str | None, list[Any]]:
     """Return the messages of a task's prompt, of which the last one is the user's, the answer of the assistant after
-    it, if there is one, and the images in the messages.
+    it, if there is one, and the images in the messages. A row's ``system`` message comes first.
 
     Raises DataError, with the config ``key``, for another value than a text or messages.
     """
     reader = _Reader()
     try:
-        messages = reader.messages(value, "user", name)
+        messages = _with_system(system, reader.messages(value, "user", name))
     except DataError as error:
         raise DataError(error.problem, error.remedy, field=key) from None
     answer = messages.pop()["content"] if len(messages) > 1 and messages[-1]["role"] == "assistant" else None
@@ -421,7 +505,7 @@ def task_prompt(value: Any, name: str, key: str) -> tuple[list[dict[str, str]], 
 
 
 def _with_system(system: Any, messages: list[_Message]) -> list[_Message]:
-    if system is None:
+    if system is None or messages[0] == {"role": "system", "content": system}:
         return messages
     if messages[0]["role"] == "system":
         raise DataError("the row has a system message, and so have its messages", "leave one of them out")

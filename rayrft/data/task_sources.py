@@ -13,7 +13,7 @@ import numpy as np
 from rayrft.config.base import resolved
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data.episodes import read_gymnasium, read_verifiers
-from rayrft.data.formats import SkippedRows, answer_text, as_list, as_text, broken_rows, finite, value_at
+from rayrft.data.formats import SkippedRows, answer_text, as_list, broken_rows, finite, value_at
 from rayrft.data.images import image_paths
 from rayrft.data.layouts import TASKS, TRUTH, RowLayout, message_text, recognise, task_prompt
 from rayrft.data.row_sources import NumberedRows, file_rows, ray_rows, split_rows
@@ -176,14 +176,16 @@ def _to_tasks(
     read: dict[int, Task] = {}
     broken: dict[int, DataError] = {}
     columns: dict[str, None] = {}
-    layouts = Counter[str]()
+    layouts, named = Counter[str](), _named_layouts(config)
     with closing(rows.rows):
         for number, row in rows.rows:
             try:
                 if isinstance(row, str):
                     raise DataError(row, field=rows.field)
                 columns.update(dict.fromkeys(row))
-                layout = recognise(row, _named_layouts(config) or TASKS)
+                layout = recognise(row, named or TASKS)
+                if not named:
+                    layout.check_content(row, (config.images,))
                 read[number] = _to_task(row, layout, rows, config, field)
                 layouts[layout.shown(row)] += 1
             except DataError as error:
@@ -224,9 +226,10 @@ def _to_task(row: dict[str, Any], layout: RowLayout, rows: NumberedRows, config:
     """Convert a row. Raises DataError, about the key of the config that it does not fit, if there is one."""
     values = layout.read(row)
     names = {name: layout.column(row, name) for name in ("question", "answer")}
-    messages, last, pictures = task_prompt(values["question"], names["question"], f"{field}.question")
-    system = messages.pop(0)["content"] if messages[0]["role"] == "system" else values.get("system") or None
-    if system is not None and config.system is not None:
+    given = values.get("system") or None
+    messages, last, pictures = task_prompt(values["question"], names["question"], f"{field}.question", given)
+    system = messages.pop(0)["content"] if messages[0]["role"] == "system" else config.system
+    if config.system not in (None, system):
         problem = f"{names['question']!r} has a system message, and so has the source"
         raise DataError(problem, "leave one of them out", field=f"{field}.system")
     found = last if values["answer"] is None else message_text(values["answer"], names["answer"])
@@ -244,7 +247,7 @@ def _to_task(row: dict[str, Any], layout: RowLayout, rows: NumberedRows, config:
         other_answers=tuple(answers[1:]),
         images=image_paths(pictures, rows.base, config.images_folder),
         difficulty=_number(row, config.difficulty, f"{field}.difficulty", required=True),
-        system=as_text(system, "system") if system is not None else config.system,
+        system=system,
         tries=int(tries or 0),
         pass_rate=rate,
         metadata={

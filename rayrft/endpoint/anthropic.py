@@ -20,6 +20,26 @@ _NO_MATTER = {"context_management", "container", "inference_geo", "cache_control
 _OF_CHATS = {"n", "logprobs", "top_logprobs", "response_format", "max_completion_tokens", "reasoning_effort"}
 """Parameters of chat completions alone."""
 _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+_TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
+_NUMBERS, _DIRECTIONS = {"type": "array", "items": _NUMBER}, {"enum": ["up", "down", "left", "right"]}
+_FILE = {name: _TEXT for name in ("path", "file_text", "old_str", "new_str", "insert_text")}
+_EDIT = {"command": _TEXT, **_FILE, "insert_line": _NUMBER, "view_range": _NUMBERS}
+_POINT = {"action": _TEXT, "coordinate": _NUMBERS, "start_coordinate": _NUMBERS, "text": _TEXT, "duration": _NUMBER}
+_CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bash": ("", {"command": _TEXT, "restart": {"type": "boolean"}}),
+    "text_editor": ("Commands: view, create, str_replace, insert.", _EDIT),
+    "memory": (
+        "Commands: view, create, str_replace, insert, delete, rename.",
+        {**_EDIT, "old_path": _TEXT, "new_path": _TEXT},
+    ),
+    "computer": (
+        "Actions: screenshot, mouse_move, left_click, right_click, double_click, left_click_drag, scroll, type, key.",
+        {**_POINT, "scroll_direction": _DIRECTIONS, "scroll_amount": _NUMBER},
+    ),
+}
+"""Tools of the client without a schema, by type without its date: their description and parameters as functions."""
+_BOUNDS = "display_width_px", "display_height_px", "max_characters"
+"""Fields of such tools that the policy sees, too."""
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
           429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
 
@@ -85,7 +105,7 @@ def _converted(message: Any, place: str) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         raise UnsupportedParameter(f"{place}.content", "is neither a text nor a list of blocks")
     results, parts, calls = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
-    for number, block in enumerate(content):
+    for number, block in enumerate(map(_document, content)):
         kind, where = block.get("type") if isinstance(block, dict) else None, f"{place}.content.{number}"
         if kind == "text":
             parts.append({"type": "text", "text": "\n" * bool(parts) + _text([block], where)})
@@ -98,7 +118,9 @@ def _converted(message: Any, place: str) -> list[dict[str, Any]]:
             answer = block.get("content") or ""
             if isinstance(answer, list):  # its images follow it in a message of the user
                 images = [_image(each) for each in answer if isinstance(each, dict) and each.get("type") == "image"]
-                shown = [each for each in answer if not (isinstance(each, dict) and each.get("type") == "image")]
+                shown = [
+                    _document(each) for each in answer if not (isinstance(each, dict) and each.get("type") == "image")
+                ]
                 answer, parts = _text(shown, f"{where}.content"), [*parts, *images]
             failed = "Error: " if block.get("is_error") and not answer.lower().startswith("error") else ""
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": failed + answer})
@@ -115,6 +137,14 @@ def _image(block: dict[str, Any]) -> dict[str, Any]:
     return {"type": "image_url", "image_url": url}
 
 
+def _document(block: Any) -> Any:
+    """Return a document of plain text as a block of text, with its title; any other block as it is."""
+    if _entry(block, "type") != "document" or _entry(source := block.get("source"), "type") != "text":
+        return block
+    texts = [each for each in (block.get("title"), block.get("context"), source.get("data")) if each is not None]
+    return {"type": "text", "text": "\n".join(texts) if all(isinstance(each, str) for each in texts) else None}
+
+
 def _text(blocks: Any, place: str) -> str:
     if not isinstance(blocks, list) or not all(isinstance(_entry(block, "text"), str) for block in blocks):
         raise UnsupportedParameter(place, "has a block that is not a text")
@@ -122,6 +152,10 @@ def _text(blocks: Any, place: str) -> str:
 
 
 def _tool(tool: Any) -> Any:
+    if known := _CLIENT_TOOLS.get(str(_entry(tool, "type")).rpartition("_")[0]):
+        shown = " ".join([known[0], *(f"{name}: {tool[name]}." for name in _BOUNDS if name in tool)])
+        schema = {"type": "object", "properties": known[1], "required": [next(iter(known[1]))]}
+        tool = {"name": tool.get("name"), "description": shown, "input_schema": schema}
     if not isinstance(tool, dict) or tool.get("type", "custom") != "custom" or "input_schema" not in tool:
         kind = tool.get("type") if isinstance(tool, dict) else None
         raise UnsupportedParameter("tools", f"has a tool of the server ({kind!r}): give functions with input_schema")

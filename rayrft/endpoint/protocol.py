@@ -24,13 +24,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "suffix": ("",),
-    "truncation": ("disabled",),
+    "truncation": ("disabled", "auto"),
 }
 """Parameters that are not supported, with the values that change nothing. Unknown ones are refused, too."""
 _SERVER_TOOLS = ("web_search", "web_fetch", "file_search", "image_generation", "code_interpreter", "code_execution",
                  "mcp")  # fmt: skip
 _NO_MATTER = {"store", "service_tier", "safety_identifier", "cache_salt", "verbosity", "client_metadata",
-              "prompt_cache_key", "prompt_cache_retention"}  # fmt: skip
+              "prompt_cache_key", "prompt_cache_retention", "max_tool_calls"}  # fmt: skip
 """Parameters of which any value changes nothing here."""
 
 
@@ -114,6 +114,11 @@ class Sampled(_Body):
     def alternatives(self) -> int | None:
         """Number of most probable tokens to show per token, or None if the response has no log-probs."""
         raise NotImplementedError
+
+    @property
+    def scored(self) -> bool:
+        """Whether the response has the log-probs of the prompt, which come with the whole answer."""
+        return False
 
     @property
     def json_schema(self) -> dict[str, Any] | None:
@@ -286,10 +291,15 @@ class ChatRequest(Sampled):
             raise UnsupportedParameter("top_logprobs", "needs the log-probs of the answer")
         if not all(_has_name(tool) for tool in self.tools):
             raise UnsupportedParameter("tools", "has an entry that is not a function with a name")
-        if self.must_call and not self.called_tools:
+        if isinstance(choice := self.tool_choice, dict) and choice.get("type") == "allowed_tools":
+            allowed = choice.get("allowed_tools", choice)  # Responses have no inner object
+            given, mode = (allowed.get("tools"), allowed.get("mode")) if isinstance(allowed, dict) else (None, None)
+            if not isinstance(given, list) or mode not in ("auto", "required"):
+                raise UnsupportedParameter("tool_choice", "needs 'tools', a list, and 'mode', auto or required")
+            names = [_name(each) for each in given]
+            self.tools, self.tool_choice = [each for each in self.tools if _name(each) in names], mode
+        if choice not in ("auto", "none") and not self.called_tools:
             raise UnsupportedParameter("tool_choice", "names no function of 'tools'")
-        if self.must_call and self.response_format.type != "text":
-            raise UnsupportedParameter("response_format", "cannot be combined with a forced tool_choice")
         return self
 
     @property
@@ -308,9 +318,7 @@ class ChatRequest(Sampled):
         functions: list[dict[str, Any]] = [tool["function"] for tool in self.tools]
         if not isinstance(self.tool_choice, dict):
             return functions
-        named = self.tool_choice.get("function", self.tool_choice)
-        name = named.get("name", named.get("type")) if isinstance(named, dict) else None
-        return [each for each in functions if each["name"] == name]
+        return [each for each in functions if each["name"] == _name(self.tool_choice)]
 
     @property
     def json_schema(self) -> dict[str, Any] | None:
@@ -364,13 +372,15 @@ class CompletionRequest(Sampled):
             raise UnsupportedParameter("max_tokens", "must be at least 1 without 'echo', and in a stream")
         if self.n * len(self.prompts) > _MOST_ANSWERS:
             raise UnsupportedParameter("n", f"asks for more than {_MOST_ANSWERS} answers to these prompts")
-        if self.echo and self.stream and self.logprobs is not None:
-            raise UnsupportedParameter("echo", "cannot be streamed with log-probs")
         return self
 
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+    @property
+    def scored(self) -> bool:
+        return self.echo and self.logprobs is not None
 
 
 class FeedbackRequest(_Body):
@@ -403,6 +413,12 @@ def _arguments(call: dict[str, Any]) -> Any:
         return json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         return None
+
+
+def _name(entry: Any) -> Any:
+    """Return the name of the tool in an entry of tools or choices of tools."""
+    named = entry.get("function", entry) if isinstance(entry, dict) else None
+    return named.get("name", named.get("type")) if isinstance(named, dict) else None
 
 
 def _has_name(entry: dict[str, Any]) -> bool:

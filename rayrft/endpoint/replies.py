@@ -149,19 +149,22 @@ class ChoicesReply(ReplyForm):
 
     def begin(self) -> list[str]:
         said = {"role": "assistant", "content": ""}
-        count = len(self._asks) * self._ask.body.n
+        count = 0 if self._ask.body.scored else len(self._asks) * self._ask.body.n
         return [self._choice(index, said if self._chat else self._echo(index)) for index in range(count)]
 
     def piece(self, piece: TextPiece) -> list[str]:
         if not self._chat:
-            return [self._choice(piece.index, piece.text, chunk=piece.chunk)]
+            return [self._choice(piece.index, piece.text, logprobs=self._logprobs(piece.chunk))]
         said = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
         said |= {"content": piece.text} if piece.text or not said else {}
-        return [self._choice(piece.index, said, chunk=piece.chunk)]
+        return [self._choice(piece.index, said, logprobs=self._logprobs(piece.chunk))]
 
     def end(self, answer: DecodedAnswer) -> list[str]:
         tail, events = answer.tail, list[str]()
-        if tail.text or tail.reasoning or (tail.chunk.token_ids and self._ask.body.alternatives is not None):
+        if self._ask.body.scored:
+            logprobs = self._logprobs(answer.completion, self._of(tail.index).prompt)
+            events = [self._choice(tail.index, self._echo(tail.index) + answer.text, logprobs=logprobs)]
+        elif tail.text or tail.reasoning or (tail.chunk.token_ids and self._ask.body.alternatives is not None):
             events = self.piece(tail)
         for number, call in enumerate(answer.message.tool_calls):
             events.append(self._choice(tail.index, {"tool_calls": [{"index": number, **call}]}))
@@ -171,8 +174,7 @@ class ChoicesReply(ReplyForm):
         include = self._ask.body.stream_options.include_usage
         return [self._chunk(choices=[], usage=self._counts(answers))] if include else []
 
-    def _choice(self, index: int, said: Any, reason: str | None = None, chunk: Chunk | None = None) -> str:
-        logprobs = self._logprobs(chunk) if chunk is not None else None
+    def _choice(self, index: int, said: Any, reason: str | None = None, logprobs: Any = None) -> str:
         choice = {"index": index, "delta" if self._chat else "text": said, "logprobs": logprobs}
         return self._chunk(choices=[{**choice, "finish_reason": reason}])
 

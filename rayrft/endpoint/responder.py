@@ -161,7 +161,8 @@ class Responder:
     async def events(self, asks: list[CheckedRequest]) -> AsyncIterator[str]:
         """Yield the events of a streamed response; the last ones once the call is recorded."""
         pieces: asyncio.Queue[TextPiece | None] = asyncio.Queue()
-        answering = asyncio.ensure_future(self._or_failed(asks, self._answers(asks, pieces.put_nowait)))
+        show = None if asks[0].body.scored else pieces.put_nowait
+        answering = asyncio.ensure_future(self._or_failed(asks, self._answers(asks, show)))
         answering.add_done_callback(lambda _: pieces.put_nowait(None))
         reply = self._reply(asks)
         try:
@@ -418,6 +419,5 @@ class Responder:
 
 def _request(ask: CheckedRequest, n: int) -> exchange.Request:
     """Return the request of an engine for ``n`` answers."""
-    alternatives = ask.body.alternatives
-    scored = isinstance(ask.body, CompletionRequest) and ask.body.echo and alternatives is not None
-    return exchange.Request(ask.prompt, n, ask.sampling, ask.images, alternatives=alternatives or 0, scored=scored)
+    most, scored = ask.body.alternatives or 0, ask.body.scored
+    return exchange.Request(ask.prompt, n, ask.sampling, ask.images, alternatives=most, scored=scored)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from rayrft.config.auxiliary import require_auxiliary
 from rayrft.config.reward import RewardConfig, RewardModelConfig, RewardPart, trained_by
@@ -122,7 +123,14 @@ def check_reward(part: RewardPart, model: RewardModelConfig, auxiliary: Collecti
         problem = f"must exceed the {longest:g} s of reward {name!r}, which would be stopped before"
         remedy = "raise it, or lower the reward's own budget"
         raise ConfigError(problem, remedy, field="reward.deadline_s", value=model.deadline_s)
-    if where(name) != "loop" and inspect.iscoroutinefunction(getattr(reward, "score", None)):
+    score: Any = getattr(reward, "score", None)
+    if where(name) == "loop":
+        try:
+            inspect.signature(score).bind("task", "transcript")
+        except TypeError as error:
+            problem, remedy = f"has a score() that cannot be called: {error}", "write score(self, task, transcript)"
+            raise ConfigError(problem, remedy, field="reward.name", value=name) from None
+    elif inspect.iscoroutinefunction(score):
         problem = "returns a reward that is a coroutine, which only works for a registered class"
         remedy = "register the class itself, such as a subclass with the options set"
         raise ConfigError(problem, remedy, field="reward.name", value=name)

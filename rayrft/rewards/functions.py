@@ -20,9 +20,10 @@ class TrlReward:
     """A function for TRL's GRPOTrainer: ``function(prompts, completions, completion_ids, **columns)``, also ``async``,
     each argument a list. None is an unknown reward.
 
-    It is called for each answer alone. ``columns`` are those of the task's row. Prompts and completions are messages,
-    or texts unless ``conversational``. What it logs by ``log_metric`` are components of the reward; ``log_extra`` keeps
-    nothing, and ``trainer_state`` is None. Source: `GRPOTrainer._calculate_rewards` of trl 1.16.
+    It is called for each answer alone. ``columns`` are those of the task's row, and its ``images`` (PIL). Prompts and
+    completions are messages, or texts unless ``conversational``. What it logs by ``log_metric`` are components of the
+    reward; ``log_extra`` keeps nothing, and ``trainer_state`` is None. Source: `GRPOTrainer._calculate_rewards` of trl
+    1.16.
     """
 
     def __init__(self, function: str, conversational: bool = True) -> None:
@@ -36,6 +37,11 @@ class TrlReward:
         if self._conversational:
             turns = [dict(turn) for turn in transcript.turns]
             prompt, completion = turns[: len(task.messages)], turns[len(task.messages) :]
+        columns = dict(task.metadata)
+        if task.images:
+            from PIL import Image
+
+            columns["images"] = [Image.open(path) for path in task.images]
         found = self._function(
             prompts=[prompt],
             completions=[completion],
@@ -43,7 +49,7 @@ class TrlReward:
             trainer_state=None,
             log_extra=lambda column, values: None,
             log_metric=components.__setitem__,
-            **{name: [value] for name, value in task.metadata.items()},
+            **{name: [value] for name, value in columns.items()},
         )
         if len(found) != 1:
             raise ValueError(f"{len(found)} rewards for one answer")

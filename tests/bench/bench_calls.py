@@ -2,7 +2,8 @@
 the same formats in this process, and by the wrapper that runs these in a process of their own.
 
 The tokenizer is a tiny one: vLLM's parsers need the tokens of an answer, which are encoded again. Times of the wrapper
-are those of this process; in brackets by the clock, with 64 answers in flight.
+are those of this process; in brackets by the clock, with 64 answers in flight. Before them, how long it takes to start,
+and the memory that its processes share with no other.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
+import psutil
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.explorer.tools.call_formats import PROBE_TOOLS, CallFormat, call_formats, probe_template
@@ -76,8 +78,12 @@ def main() -> None:
     for name, (theirs, call) in FORMATS.items():
         known = tokenizer(call)
         probe = probe_template(known)
-        ours, parser = call_formats.get(name)(), HostedParser(known.path, theirs, probe)
+        started = time.perf_counter()
         wrapped = loop.run_until_complete(VllmCalls.open(known, theirs, probe, "form"))
+        seconds = time.perf_counter() - started
+        own = [each.memory_full_info().uss >> 20 for each in psutil.Process().children(recursive=True)]
+        print(f"| `{name}`: {seconds:.1f} s to start, MiB of each of its processes alone: {own} |")
+        ours, parser = call_formats.get(name)(), HostedParser(known.path, theirs, probe)
         for what, text in answers(call).items():
             texts = [text] * options.answers
             read = {

@@ -124,6 +124,13 @@ BUILT: Counter[str] = Counter()
 SCORED: list[str] = []
 
 
+class OfOneArgument:
+    """A reward in the event loop with a wrong signature."""
+
+    async def score(self, task: Task) -> float:
+        return 1.0
+
+
 class Telling:
     """Says how it scores, and what it needs."""
 
@@ -153,6 +160,7 @@ def test_each_reward_is_built_once_tried_on_every_source_and_says_how_it_scores_
         ({"options": {"longest_s": 10.0}}, ["grader"], "a", "reward.deadline_s"),
         ({}, [], "a", "auxiliary"),
         ({}, ["grader"], "c", "reward.domains"),
+        ({"name": f"{__name__}:OfOneArgument"}, [], "a", "reward.name"),
     ],
 )
 def test_what_a_reward_lacks_is_named(settings: dict[str, Any], auxiliary: list[str], domain: str, field: str) -> None:

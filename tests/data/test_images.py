@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import struct
 import zlib
 from collections.abc import Iterator
@@ -177,7 +178,7 @@ def test_demonstrations_keep_their_images(tokenizer: ChatTokenizer, tmp_path: Pa
     rows = [
         {"prompt": "the <image>?", "response": "red", "images": ["pictures/wide.png"]},
         {"prompt": "text only", "response": "yes"},
-        {"prompt": "q", "chosen": "yes", "rejected": "no", "images": list(pictures[:2])},
+        {"question": "q", "chosen": "yes", "rejected": "no", "images": list(pictures[:2])},
     ]
     taken, _ = load(jsonl(rows, tmp_path), tokenizer)
     assert [row.images for row in taken] == [pictures[:1], (), pictures[:2], pictures[:2]]
@@ -186,6 +187,20 @@ def test_demonstrations_keep_their_images(tokenizer: ChatTokenizer, tmp_path: Pa
     held_out.add(Task.create("s", "the <image>?", "a").dedup_key)
     taken, left_out = load(jsonl(rows, tmp_path), tokenizer, held_out=held_out)
     assert [row.group_id for row in taken] == ["gold/1", "gold/2"] and left_out.counts == {"held-out question": 1}
+
+
+def test_parts_of_images_in_demonstrations_are_the_tokens_of_the_models_own_processor(
+    tokenizer: ChatTokenizer, tmp_path: Path, pictures: tuple[str, ...]
+) -> None:
+    url = "data:image/png;base64," + base64.b64encode(Path(pictures[2]).read_bytes()).decode()
+    parts = [{"type": "image", "image": "pictures/wide.png"}, {"type": "text", "text": " or "}]
+    parts.append({"type": "image_url", "image_url": {"url": url}})
+    said = {"role": "assistant", "content": "red"}
+    path = jsonl([{"messages": [{"role": "user", "content": parts}, said]}], tmp_path)
+    [row], _ = load(path, tokenizer, max_length=512, images_folder=tmp_path / "kept")
+    assert [Path(each).read_bytes() for each in row.images] == [Path(pictures[n]).read_bytes() for n in (0, 2)]
+    asked = [{"role": "user", "content": "<image> or <image>"}]
+    assert row.token_ids[: row.prompt_length].tolist() == by_the_processor(tokenizer, asked, row.images)
 
 
 @pytest.mark.parametrize("images", [[{"bytes": "…"}], ["nowhere.png"]])

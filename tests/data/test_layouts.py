@@ -100,7 +100,7 @@ DEMONSTRATIONS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         "chosen → chosen, rejected → rejected",
         [" 4.<|im_end|>", " 5.<|im_end|>"],
     ),
-    "TRL preference of messages": (
+    "TRL preference with an implicit prompt of messages": (
         {"chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
         "chosen → chosen, rejected → rejected",
         [f"<think>\n\n</think>\n\nIt is {n}.<|im_end|>" for n in (4, 5)],
@@ -120,6 +120,23 @@ DEMONSTRATIONS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         "conversations → messages",
         ["<think>\n\n</think>\n\nIt is 4.<|im_end|>"],
     ),
+    "ShareGPT with calls": (
+        {
+            "conversations": [
+                {"from": "human", "value": "2 + 2?"},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2, "b": 2}}'},
+                {"from": "observation", "value": "4"},
+                {"from": "gpt", "value": "It is 4."},
+            ],
+            "tools": json.dumps([TOOL]),
+            "system": "Be brief.",
+        },
+        "conversations → messages, system → system",
+        [
+            '<think>\n\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'
+            "<think>\n\n</think>\n\nIt is 4.<|im_end|>"
+        ],
+    ),
     "ShareGPT preference": (
         {
             "conversations": [{"from": "human", "value": "2 + 2?"}],
@@ -134,6 +151,21 @@ DEMONSTRATIONS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         "instruction + input → prompt, output → response",
         ["<think>\n\n</think>\n\nIt is 4.<|im_end|>"],
     ),
+    "Alpaca with earlier turns": (
+        {"instruction": "And 3?", "output": "It is 4.", "history": [["2 and 2?", "5"]], "system": "Be brief."},
+        "instruction → prompt, output → response, history → history, system → system",
+        ["<think>\n\n</think>\n\nIt is 4.<|im_end|>"],
+    ),
+    "question and preference": (
+        {"system": "Be brief.", "question": "2 + 2?", "chosen": "It is 4.", "rejected": "It is 5."},
+        "question → prompt, chosen → chosen, rejected → rejected, system → system",
+        [f"<think>\n\n</think>\n\nIt is {n}.<|im_end|>" for n in (4, 5)],
+    ),
+    "question and preference of Alpaca": (
+        {"instruction": "Add.", "input": "2 and 2", "chosen": "It is 4.", "rejected": "It is 5."},
+        "instruction + input → prompt, chosen → chosen, rejected → rejected",
+        [f"<think>\n\n</think>\n\nIt is {n}.<|im_end|>" for n in (4, 5)],
+    ),
     "Dolly": (
         {"instruction": "Add.", "context": "2 and 2", "response": "It is 4.", "category": "sums"},
         "instruction + context → prompt, response → response",
@@ -145,8 +177,8 @@ DEMONSTRATIONS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         [f"<think>\n\n</think>\n\nIt is {n}.<|im_end|>" for n in (4, 5)],
     ),
     "chat messages": (
-        {"messages": TOOLS, "tools": [TOOL]},
-        "messages → messages",
+        {"messages": TOOLS, "tools": [TOOL], "system": "Be brief."},
+        "messages → messages, system → system",
         [
             '<think>\n\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>\n'
             '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'
@@ -159,9 +191,9 @@ DEMONSTRATIONS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         ["<think>\n\n</think>\n\nIt is 4.<|im_end|>"],
     ),
     "question and answer": (
-        {"question": "2 + 2?", "answer": "It is 4."},
-        "question → prompt, answer → response",
-        ["<think>\n\n</think>\n\nIt is 4.<|im_end|>"],
+        {"question": "2 + 2?", "answer": 1, "choices": ["3", "4"], "system_prompt": "Be brief."},
+        "question → prompt, answer → response, choices → choices, system_prompt → system",
+        ["<think>\n\n</think>\n\nB<|im_end|>"],
     ),
 }
 
@@ -171,8 +203,14 @@ def test_demonstrations_of_a_known_layout_go_in_as_they_are(
     name: str, tokenizer: Callable[[str], ChatTokenizer], tmp_path: Path
 ) -> None:
     row, columns, trained = DEMONSTRATIONS[name]
-    qwen = tokenizer("qwen3_training" if "messages" in row else "qwen3")
+    qwen = tokenizer("qwen3_training" if "tools" in row else "qwen3")
     rows, _, encoder = read(row, qwen, tmp_path)
+    assert all((SYSTEM in each.turns) == bool({"system", "system_prompt"} & row.keys()) for each in rows) or isinstance(
+        row.get("prompt"), list
+    )
+    asked = qwen.hf.decode(rows[0].token_ids[rows[0].action_mask == 0])
+    assert all(text in asked for text in ("2 and 2?", "5") if "history" in row)
+    assert ("2 + 2?\nA. 3\nB. 4" in asked) == ("choices" in row)
     assert [qwen.hf.decode(each.token_ids[each.action_mask == 1]) for each in rows] == trained
     [shown] = encoder.layouts
     layout, _, found = shown.partition(": ")
@@ -378,8 +416,28 @@ TASKS: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
         ("What is 2 + 2?", "4"),
     ),
     "question and answer": ({"question": "2 + 2?", "answer": 4}, ("2 + 2?", "4")),
+    "question and answer with choices": (
+        {"question": "2 + 2?", "choices": ["3", "4"], "answer": 1},
+        ("2 + 2?\nA. 3\nB. 4", "B"),
+    ),
+    "question and answer with labelled choices": (
+        {"question": "2 + 2?", "choices": {"text": ["3", "4"], "label": ["1", "2"]}, "answerKey": "2"},
+        ("2 + 2?\nA. 3\nB. 4", "B"),
+    ),
+    "question and answer with choices by label": (
+        {"question": "2 + 2?", "options": {"X": "3", "Y": "4"}, "answer": ["Y", "3"]},
+        ("2 + 2?\nA. 3\nB. 4", "B"),
+    ),
+    "question and answer with choices in it": (
+        {"question": "2 + 2? (A) 3 (B) 4", "options": ["(A)3", "(B)4"], "answer": "4"},
+        ("2 + 2? (A) 3 (B) 4", "B"),
+    ),
     "problem and answer": ({"problem": "2 + 2?", "solution": "It is 4.", "answer": "4"}, ("2 + 2?", "4")),
     "Alpaca": ({"instruction": "Add.", "input": "2 and 2", "output": "4"}, ("Add.\n\n2 and 2", "4")),
+    "Alpaca with earlier turns": (
+        {"instruction": "And 3?", "output": "7", "history": [["2 + 2?", "4"]], "system": "Add."},
+        ("And 3?", "7"),
+    ),
     "TRL prompt-completion": ({"prompt": [USER], "completion": [ANSWER]}, ("What is 2 + 2?", "It is 4.")),
     "TRL prompt-only": ({"prompt": "2 + 2?", "solution": "4"}, ("2 + 2?", "4")),
     "TRL prompt-only of messages": ({"prompt": [SYSTEM, USER]}, ("What is 2 + 2?", "")),
@@ -401,12 +459,56 @@ def test_tasks_of_a_known_layout_go_in_as_they_are(
     [task] = tasks(read, path=write([row], tmp_path))
     assert (task.question, task.answer) == expected
     assert name.startswith(next(iter(read[0].layouts)).partition(":")[0])
+    assert task.system == row.get("system") or "system" not in row
+    assert task.other_answers == ("A",) * isinstance(row.get("answer"), list)
+    if "history" in row:
+        assert [[each["content"] for each in task.history]] == row["history"]
     shown = row.get("prompt", row.get("messages"))
     if isinstance(shown, list):
         assert task.messages == shown, "the model sees the messages of the row"
     assert {key: value for key, value in task.metadata.items() if key in ("data_source", "extra_info")} == {
         key: row[key] for key in ("data_source", "extra_info") if key in row
     }
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"question": "Who?", "answer": "I", "context": "I did it."}, "does not read 'context'"),
+        ({"question": "Who?", "answer": True, "passage": "I did it."}, "does not read 'passage'"),
+        ({"question": "Who?", "answer": "I", "image": "a.png"}, "does not read 'image'"),
+        ({"prompt": "Who?", "completion": "I", "input": "I did it."}, "does not read 'input'"),
+        ({"question": "Who?", "answer": 2, "choices": ["I", "you"]}, "not a number from 0 of its 2 choices"),
+        ({"question": "Who?", "answer": "1", "choices": ["I", "you"]}, "not a number from 0 of its 2 choices"),
+        ({"question": "Who?", "answer": True, "choices": ["I", "you"]}, "not a number from 0 of its 2 choices"),
+        ({"question": "Who?", "answer": "I", "choices": "I or you"}, "'choices' is not a list"),
+        ({"messages": [SYSTEM, USER, ANSWER], "system": "Be long."}, "has a system message, and so have its messages"),
+        ({"instruction": "Who?", "output": "I", "history": ["you?"]}, "'history' is not a list of pairs"),
+        ({"messages": [USER, {"role": "critic", "content": "No."}, ANSWER]}, "has the role 'critic'"),
+    ],
+)
+def test_a_column_or_role_with_content_that_is_not_read_is_refused_by_name(
+    row: dict[str, Any], problem: str, tokenizer: Callable[[str], ChatTokenizer], tmp_path: Path
+) -> None:
+    path = jsonl([row], tmp_path)
+    with pytest.raises(DataError, match=problem):
+        tasks(path=path)
+    with pytest.raises(DataError, match=problem):
+        read(row, tokenizer("qwen3"), tmp_path)
+    if "context" in row:
+        assert tasks(path=path, question="question")[0].question == "Who?", "a named column wins"
+
+
+@pytest.mark.parametrize("lost", [{"system": "Be brief."}, {"tools": [TOOL]}, {"images": ["a.png"]}])
+def test_texts_without_chat_template_have_no_place_for_other_content(
+    lost: dict[str, Any], tokenizer: Callable[[str], ChatTokenizer], tmp_path: Path
+) -> None:
+    row = {"prompt": "2 + 2 is", "completion": " 4.", **lost}
+    for texts in (row, {"text": "2 + 2 is 4.", **lost}):
+        with pytest.raises(DataError, match=r"does not read|no system message"):
+            read(texts, tokenizer("qwen3"), tmp_path)
+    if "system" in lost:
+        assert SYSTEM in read(row, tokenizer("qwen3"), tmp_path, chat=True)[0][0].turns
 
 
 def test_a_list_of_answers_holds_right_ones_and_rows_without_any_among_others_are_broken(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -177,10 +178,24 @@ def test_demonstrations_have_the_keys_of_tasks(streaming: bool, gsm8k: Path, tin
     hub = {"dataset": str(gsm8k), "config": "main", "split": "test", "streaming": streaming}
     form = DemonstrationsConfig.model_validate({**hub, "size": 3})
     rows, _ = from_source(encoder := RowEncoder("gold", form, ChatTokenizer(tiny_model), 4096))
+    assert encoder.layouts.total() == 3, "rows beyond the size are not looked at"
     assert [row.turns[0]["content"] for row in rows] == [task.question for task in read(**hub, size=3)]
     assert next(iter(encoder.layouts)).startswith("question and answer: ")
     with pytest.raises(DataError, check=about("demonstrations.gold.split", "tset")):
         from_source(replace(encoder, form=DemonstrationsConfig.model_validate({**hub, "split": "tset"})))
+
+
+def endless() -> Iterator[dict[str, str]]:
+    yield from ({"question": f"How much is {i}?", "answer": str(i)} for i in range(5000))
+    raise AssertionError("rows are read without an end")
+
+
+def test_a_stream_without_an_end_is_read_up_to_the_size(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = datasets.IterableDataset.from_generator(endless)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"train": stream})
+    hub = {"dataset": "my/web", "streaming": True, "size": 3}
+    rows, _ = from_source(RowEncoder("gold", DemonstrationsConfig.model_validate(hub), ChatTokenizer(tiny_model), 4096))
+    assert [row.turns[0]["content"] for row in rows] == [task.question for task in read(**hub)]
 
 
 def test_rows_come_from_one_place() -> None:

@@ -108,6 +108,35 @@ async def test_tokens_are_counted_and_a_forced_tool_is_called(tiny_model: Path) 
         assert schema["properties"]["name"] == {"const": "add"}
 
 
+CLIENT_TOOLS: list[tuple[dict[str, Any], str]] = [
+    ({"type": "bash_20250124", "name": "bash"}, "restart"),
+    (
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 77},
+        "max_characters: 77",
+    ),
+    ({"type": "memory_20250818", "name": "memory"}, "rename"),
+    ({"type": "computer_20251124", "name": "computer", "display_width_px": 640, "display_height_px": 480}, "640"),
+]
+
+
+@pytest.mark.parametrize(("tool", "shown"), CLIENT_TOOLS)
+async def test_tools_that_the_client_runs_are_functions_to_the_policy_and_documents_are_text(
+    tool: Any, shown: str, tiny_model: Path
+) -> None:
+    call = f'<tool_call>{{"name": "{tool["name"]}", "arguments": {{"command": "view"}}}}</tool_call>'
+    async with serve(tiny_model, lambda prompt: call, max_length=2000) as served:
+        http = anthropic.DefaultAsyncHttpxClient(verify=False)
+        client = anthropic.AsyncAnthropic(base_url=served.url, api_key=KEY, max_retries=0, http_client=http)
+        page: Any = {"type": "document", "title": "Rome", "source": {"type": "text", "data": "It is old."}}
+        content = [page, {"type": "text", "text": "Look."}]
+        options: Any = {"model": MODEL, "max_tokens": 200, "messages": [{"role": "user", "content": content}]}
+        answer = await client.messages.create(**options, tools=[tool])
+        [use] = [block for block in answer.content if block.type == "tool_use"]
+        assert (use.name, use.input) == (tool["name"], {"command": "view"})
+        asked = served.policy.tokenizer.hf.decode(served.policy.requests[0].prompt)
+        assert shown in asked and "Rome\nIt is old.\nLook." in asked
+
+
 async def test_an_answer_follows_the_schema_and_has_one_call_where_the_client_says_so(tiny_model: Path) -> None:
     async with asked(tiny_model, lambda prompt: f"ok {CALL}{CALL}") as (served, client):
         options: Any = {"model": MODEL, "max_tokens": 200, "messages": HI}
@@ -128,10 +157,10 @@ async def test_an_answer_follows_the_schema_and_has_one_call_where_the_client_sa
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, 400, "invalid_request_error", "'video'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "data URL"),
         (
-            {"tools": [{"type": "web_fetch_20250910", "name": "f"}, {"type": "bash_20250124", "name": "s"}]},
+            {"tools": [{"type": "web_fetch_20250910", "name": "f"}, {"type": "tool_search_20251119", "name": "s"}]},
             400,
             "invalid_request_error",
-            "bash",
+            "tool_search",
         ),
         ({"tool_choice": {"type": "tool", "name": "sub"}, "tools": [TOOL]}, 400, "invalid_request_error", "names no"),
         ({"n": 2}, 400, "invalid_request_error", "n: is not supported"),

@@ -90,6 +90,11 @@ async def test_prompts_in_a_list_are_echoed_with_their_logprobs_each_a_row_of_th
     async for chunk in stream:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == ["ahello", "bhello"]
+    asked: Any = {"model": MODEL, "prompt": [first, second], "echo": True, "logprobs": 2, "max_tokens": 1}
+    chunks = [chunk async for chunk in await served.client.completions.create(**asked, n=2, stream=True)]
+    assert [each.choices[0].text for each in chunks[::2]] == [choice.text for choice in answer.choices]
+    assert [each.choices[0].logprobs for each in chunks[::2]] == [choice.logprobs for choice in answer.choices]
+    assert [each.choices[0].finish_reason for each in chunks] == [None, "length"] * 4
     await served.client.post("/feedback", cast_to=object, body={"id": "s", "reward": 1.0})
     assert len(served.book.sessions.take()[0][0].rows) == 4
 
@@ -222,6 +227,35 @@ async def test_calls_of_tools_are_parsed_and_not_shown_as_text(tiny_model: Path,
         assert choices[-1].finish_reason == "tool_calls"
         plain = await served.client.chat.completions.create(model=MODEL, messages=USER)
         assert plain.choices[0].message.content == said and plain.choices[0].message.tool_calls is None
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("api", ["chat", "responses"])
+async def test_of_the_allowed_tools_alone_one_is_called(api: str, mode: str, tiny_model: Path) -> None:
+    other = {"type": "function", "function": {"name": "subtract", "parameters": {"type": "object"}}}
+    allowed: dict[str, Any] = {"mode": mode, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    choice: dict[str, Any] = {"type": "allowed_tools", "allowed_tools": allowed}
+    form: Any = {"response_format": {"type": "json_object"}}
+    said = '{"name": "add", "arguments": {"a": 1}}'
+    said = said if mode == "required" else f"<tool_call>{said}</tool_call>"
+    async with serve(tiny_model, lambda prompt: said, max_length=600) as served:
+        create: Any = served.client.chat.completions.create
+        asked: dict[str, Any] = {"messages": USER, "tools": [TOOL, other], "tool_choice": choice, **form}
+        if api == "responses":
+            choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "add"}]}
+            tools = [{"type": "function", **each["function"]} for each in (TOOL, other)]
+            asked = {"input": "hi", "tools": tools, "tool_choice": choice, "text": {"format": form["response_format"]}}
+            asked |= {"truncation": "auto", "max_tool_calls": 3}
+            create = served.client.responses.create
+        answer = (await create(model=MODEL, **asked)).model_dump()
+        assert "add" in json.dumps(answer.get("output") or answer["choices"][0]["message"]["tool_calls"])
+        [request] = served.policy.requests
+        shown = served.policy.tokenizer.hf.decode(request.prompt)
+        assert "add" in shown and "subtract" not in shown
+        assert ('"const": "add"' in request.sampling.json_schema) == (mode == "required"), "the tool's schema wins"
+        for wrong in ({**choice, "allowed_tools": {"tools": [other], "mode": "any"}}, {"type": "allowed_tools"}):
+            with pytest.raises(openai.BadRequestError, match="tool_choice"):
+                await create(model=MODEL, **{**asked, "tool_choice": wrong})
 
 
 async def test_a_template_that_knows_no_tools_is_shown_them_and_their_results_as_text(tiny_model: Path) -> None:

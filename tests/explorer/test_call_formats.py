@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rayrft.data.chat_template import Tools
+from rayrft.data.reasoning import split_reasoning
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.decoding import AnswerText, decode_message
 from rayrft.errors import ConfigError
@@ -27,7 +28,13 @@ from rayrft.explorer.tools.call_formats import (
     calls_of,
     probe_template,
 )
-from rayrft.explorer.tools.vllm_parsers import HostedParser, VllmCalls, check_call_format, open_call_format
+from rayrft.explorer.tools.vllm_parsers import (
+    HostedParser,
+    VllmCalls,
+    check_call_format,
+    check_template,
+    open_call_format,
+)
 from rayrft.registry import Registry
 from rayrft.trainer.tiny import make_tokenizer
 
@@ -157,12 +164,15 @@ def parsed_by_vllm(known: ChatTokenizer, parser: str, text: str) -> tuple[str, l
     """Return the content and the calls of an answer as vLLM's server finds them."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser import ParserManager
+    from vllm.parser.harmony import get_encoding
 
+    harmony = parser == "openai"  # its parser has the model's own vocabulary
+    ids = get_encoding().encode(text, allowed_special="all") if harmony else known.tokens(text)
     shown: Any = list(PROBE_TOOLS)
     request = ChatCompletionRequest(messages=[{"role": "user", "content": "?"}], tools=shown, tool_choice="auto")
-    made = ParserManager.get_parser(tool_parser_name=parser, enable_auto_tools=True)
+    made = ParserManager.get_parser(tool_parser_name=parser, enable_auto_tools=True, is_harmony=harmony)
     assert made is not None
-    _, content, calls = made(known.hf, request.tools).parse(text, request, True, known.tokens(text))
+    _, content, calls = made(known.hf, request.tools).parse(text, request, True, ids)
     return content or "", calls_of([(call.name, call.arguments) for call in calls or ()])
 
 
@@ -197,7 +207,36 @@ async def test_text_after_calls_and_a_good_call_before_a_malformed_one_are_read_
     assert len(found.tool_calls) == (0 if found.malformed else len(read)), "an answer with a malformed call is text"
 
 
-@pytest.mark.parametrize("name", [name for name, (ours, _) in FORMATS.items() if ours != "json"])
+@pytest.mark.parametrize(
+    ("before", "written", "count"),
+    [
+        ("", '{"city": "Paris", "days": 3}', 1),
+        ("<|channel|>analysis<|message|>I need to=functions.get_weather.", '{"city": "Paris", "days": 3}', 2),
+        ("<|channel|>commentary<|message|>I look it up.", '{"city": "Paris", "days": 3}', 2),
+        ("", "{}", 2),
+        ("", '{"city": "', 1),
+        ("<|channel|>commentary<|message|>I look it up.", '["Paris"]', 2),
+        ("<|channel|>final<|message|>No call.", "", 0),
+    ],
+)
+async def test_calls_of_gpt_oss_are_read_as_vllm_reads_them(
+    before: str, written: str, count: int, tokenizer: Callable[[str], ChatTokenizer]
+) -> None:
+    known = tokenizer("gptoss")
+    form = await open_call_format("auto", known, "form")
+    call = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{written}<|call|>"
+    next_turn = "<|start|>assistant"
+    text = next_turn.join([before + "<|end|>"] * bool(before) + [call] * count)
+    content, calls = parsed_by_vllm(known, "openai", text)
+    answer = known.decode(known.tokens(text))
+    read = await form.read(answer, PROBE_TOOLS)
+    kinds = [[each if isinstance(each, ToolCall) else type(each) for each in found] for found in (read, calls)]
+    assert kinds[0] == kinds[1] and len(read) == count
+    found = await decode_message(answer, form, PROBE_TOOLS)
+    assert split_reasoning(found.content)[1] == content or found.malformed, "an answer with a malformed call is text"
+
+
+@pytest.mark.parametrize("name", FORMATS)
 async def test_a_call_that_is_cut_off_or_garbled_is_malformed_or_none(
     name: str, tokenizer: Callable[[str], ChatTokenizer]
 ) -> None:
@@ -298,6 +337,10 @@ async def test_a_template_without_calls_is_one_of_hermes_and_one_that_nobody_rea
     tokenizer: Callable[[str], ChatTokenizer],
 ) -> None:
     assert type(await open_call_format("auto", tokenizer("llama3"), "form")) is call_formats.get("hermes")
+    notices = [await check_template(tokenizer(name), "form") for name in ("llama3", "qwen3", "lfm2", "deepseekv3")]
+    assert [notice and "read as hermes" in notice for notice in notices] == [None, None, True, True], (
+        "where it is a guess"
+    )
     strange = tokenizer("kimi")
     strange.hf.chat_template = _TURNS.replace("CALLS", "{% for c in m.tool_calls %}~{{ c.function }}~{% endfor %}")
     with pytest.raises(ConfigError, match="none of vLLM's parsers"):

@@ -35,6 +35,10 @@ def sizes(completions: list[Messages], **columns: Any) -> list[float]:
     return [len(completion[-1]["content"]) / 10 for completion in completions]
 
 
+def of_images(completions: list[Messages], images: list[list[Any]], **columns: Any) -> list[float]:
+    return [float(picture.size[0]) for [picture] in images]
+
+
 def of_a_column_that_is_not_there(
     prompts: list[Any], completions: list[Any], solution: list[str], **_: Any
 ) -> list[int]:

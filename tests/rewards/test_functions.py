@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from accelerate import PartialState
+from PIL import Image
 from trl import GRPOTrainer
 
 from rayrft.config.reward import RewardConfig
@@ -82,6 +84,13 @@ def test_a_function_for_trl_gives_the_values_that_trl_computes(name: str, conver
     if name == "right_and_short":
         assert [each.value is None for each in ours] == [False, False, True] and not ours[2].error
         assert ours[0].components == {"right": 1.0}
+
+
+def test_a_function_for_trl_sees_the_images_of_its_task(tmp_path: Path) -> None:
+    Image.new("RGB", (16, 8)).save(tmp_path / "a.png")
+    task = Task.create("seen", "How wide?", "16", images=(str(tmp_path / "a.png"),))
+    reward = build_reward("trl", {"function": "tests.rewards.foreign:of_images"})
+    assert score_inline(reward, task, Transcript.of(task, "16")).value == 16
 
 
 def test_a_function_for_verl_gets_its_columns_and_gives_a_number_or_a_mapping() -> None:

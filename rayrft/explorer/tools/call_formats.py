@@ -189,9 +189,10 @@ def _decoded(text: str) -> Any:
 
 
 def _harmony_call(name: str, rest: str) -> ToolCall | MalformedCall:
-    before, brace, _ = rest.partition("{")
+    start = re.search(r'[{\["]', rest)
     try:
-        return _call({"name": name or None, "arguments": _DECODER.raw_decode(rest, len(before))[0] if brace else {}})
+        arguments = _DECODER.raw_decode(rest, start.start())[0] if start else {}
+        return _call({"name": name or None, "arguments": arguments})
     except (ValueError, RecursionError) as error:
         return MalformedCall(f"the call is not JSON: {error}")
 

@@ -77,9 +77,11 @@ async def check_template(tokenizer: ChatTokenizer, field: str) -> str | None:
     nothing reads the calls that the chat template shows."""
     form = await open_call_format("auto", tokenizer, field)
     await form.close()
-    if tokenizer.template.takes_tools or not tokenizer.template.shows_tool_calls:
+    template = tokenizer.template
+    if probe_template(tokenizer) is not None or not (template.takes_tools or template.shows_tool_calls):
         return None
-    return f"{field}: the chat template shows calls and no tools: tools are described as text, and calls read as hermes"
+    found = "tools, but no calls" if template.takes_tools else "calls, but no tools, which are described as text"
+    return f"{field}: the chat template shows {found}: calls are read as hermes"
 
 
 class HostedParser:
