@@ -43,7 +43,7 @@ class RankTrainer(TorchTrainer):
             os.environ.setdefault(name, value)
         unused = (ray_api.PlacementGroupCleanerCallback, ray_api.DatasetsCallback)  # each starts an actor
         controller = (
-            ray.remote(_controller_on(self._group))
+            ray.remote(controller_on(self._group))
             .options(
                 num_cpus=0,
                 # In the starting actor's bundle, so that the controller ends with it.
@@ -56,7 +56,7 @@ class RankTrainer(TorchTrainer):
         return ray.get(controller.get_result.remote())
 
 
-def _controller_on(group: Any) -> type:
+def controller_on(group: Any) -> type:
     """Return Ray Train's controller class with its workers in ``group`` instead of a new placement group."""
 
     class _KeptGroup(ray_api.DefaultPlacementGroupHandle):

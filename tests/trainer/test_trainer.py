@@ -63,10 +63,10 @@ def test_rank_0_listens_at_the_port_that_ray_train_tells_the_ranks(monkeypatch: 
     from ray.train.torch.config import TorchConfig
     from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 
-    from rayrft.trainer.ray_train import _controller_on
+    from rayrft.trainer.ray_train import controller_on
 
     told: dict[str, Any] = {}
-    workers = object.__new__(_controller_on(None).worker_group_cls)  # type: ignore[attr-defined]
+    workers = object.__new__(controller_on(None).worker_group_cls)  # type: ignore[attr-defined]
     monkeypatch.setattr(WorkerGroup, "execute_single", lambda self, rank, fn, *given: fn(*given))
     monkeypatch.setattr(WorkerGroup, "execute", lambda self, fn, **given: told.update(given))
     monkeypatch.setattr(WorkerGroup, "__len__", lambda self: 0)
@@ -82,13 +82,13 @@ def test_ranks_are_spread_evenly_over_the_bundles_of_their_group(
 ) -> None:
     from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 
-    from rayrft.trainer.ray_train import _controller_on
+    from rayrft.trainer.ray_train import controller_on
 
     def found(self: WorkerGroup, *arguments: Any, **settings: Any) -> Any:
         bound = inspect.signature(create).bind(self, *arguments, **settings)
         return bound.arguments["placement_group_bundle_indices"], bound.arguments["resources_per_worker"]
 
-    name, kind = "_create_workers", _controller_on(None).worker_group_cls  # type: ignore[attr-defined]
+    name, kind = "_create_workers", controller_on(None).worker_group_cls  # type: ignore[attr-defined]
     create = vars(WorkerGroup)[name]
     monkeypatch.setattr(WorkerGroup, name, found)
     workers, group = object.__new__(kind), SimpleNamespace(bundle_count=bundles)
