@@ -179,7 +179,9 @@ class ChatTemplate:
             whole, _ = self.render([user, {"role": "assistant", "content": "", "tool_calls": calls}], tools)
         except DataError:
             return None
-        shown = split_reasoning(whole[common_length(prompt, whole) :])[1].strip()
+        shared = whole[: common_length(prompt, whole)]
+        shared = re.sub(r"[<\[][^<>\[\]]*$", "", shared)  # two marks may begin alike
+        shown = split_reasoning(whole[len(shared) :])[1].strip()
         for end in ends:
             shown = shown.removesuffix(end).rstrip()
         return shown

@@ -272,7 +272,7 @@ class Responder:
             # The first entry of the conversation stands for the tools.
             old, new = (messages[: known - 1], messages[known - 1 :]) if prefix is not None else (messages, [])
             if tools and bare:
-                old, tools = instructed(old, tools, form), ()
+                old, tools = instructed(old, tools, form.instructions), ()
             if prefix is None:
                 return tokenizer.prompt(old, ask.images, tools, options), ask.turns
             shown = tuple(image for each in body.messages[known - 1 :] for image in each.images)

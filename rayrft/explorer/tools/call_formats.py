@@ -7,6 +7,8 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from typing import Any
 
 from rayrft.data.chat_template import Tools
@@ -106,13 +108,13 @@ class HarmonyCalls(CallFormat):
         return [_harmony_call(name, rest) for name, rest in found]
 
 
-def instructed(messages: list[dict[str, Any]], schemas: Tools, form: CallFormat) -> list[dict[str, Any]]:
+def instructed(messages: list[dict[str, Any]], schemas: Tools, instructions: str) -> list[dict[str, Any]]:
     """Return the messages with the tools in the system message, for a chat template that shows none. Raises DataError
-    if the format needs one that does."""
-    if not form.instructions:
+    if a format without ``instructions`` needs one that does."""
+    if not instructions:
         raise DataError("the chat template shows no tools", "set the format of calls to hermes or json")
     lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in schemas]
-    text = "\n".join(["You may call these tools:", *lines, form.instructions])
+    text = "\n".join(["You may call these tools:", *lines, instructions])
     if messages[0]["role"] == "system":
         text, messages = f"{messages[0]['content']}\n\n{text}", messages[1:]
     return [{"role": "system", "content": text}, *messages]
@@ -148,19 +150,36 @@ class Probe:
 
 def probe_template(tokenizer: ChatTokenizer) -> Probe | None:
     """Return calls as a tokenizer's chat template shows them, or None if it shows none."""
-    if not tokenizer.template.takes_tools:
+    template = tokenizer.template
+    if not (template.takes_tools or template.shows_tool_calls):
         return None
-    # Some templates want an id of nine letters, others one that is a part of the call, and some show one call alone.
-    for ids in ("callabc{}1", "functions.get_weather:{}"):
-        for calls in (_PROBE, _PROBE[:1]):
-            shown = [
-                {"id": ids.format(n), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for n, call in enumerate(calls)
-            ]
-            text = tokenizer.template.shown_calls(shown, PROBE_TOOLS, tokenizer.ends)
-            if text is not None and all(call.arguments["city"] in text and call.name in text for call in calls):
-                return Probe(text, tuple(calls))
+    # Some templates want an id of nine letters, others one that is a part of the call; some show one call alone, and
+    # some want arguments as a text.
+    kinds = product((lambda arguments: arguments, json.dumps), ("callabc{}1", "functions.get_weather:{}"), (2, 1))
+    for given, ids, count in kinds:
+        calls = _PROBE[:count]
+        shown = [
+            {
+                "id": ids.format(n),
+                "type": "function",
+                "function": {"name": each.name, "arguments": given(each.arguments)},
+            }
+            for n, each in enumerate(calls)
+        ]
+        text = template.shown_calls(shown, PROBE_TOOLS if template.takes_tools else (), tokenizer.ends)
+        if text is not None and all(each.arguments["city"] in text and each.name in text for each in calls):
+            return Probe(text, tuple(calls))
     return None
+
+
+@cache
+def instructions_of(name: str, tokenizer: ChatTokenizer) -> str:
+    """Return the instructions of a format by name where the chat template shows no tools: calls as the template shows
+    them, if it does, for formats that are not registered."""
+    if name in call_formats:
+        return call_formats.get(name).instructions
+    probe = probe_template(tokenizer)
+    return HermesCalls.instructions if probe is None else f"To call tools, write as in this example:\n{probe.text}"
 
 
 def _json_calls(answer: str) -> Iterator[ToolCall | MalformedCall]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.util
+import json
 import logging
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -22,11 +24,14 @@ from rayrft.explorer.tools.call_formats import (
     ToolCall,
     call_formats,
     calls_of,
+    instructions_of,
     probe_template,
 )
 from rayrft.runtime.processes.calls import CallQueue
 from rayrft.runtime.processes.pool import ProcessPool
 
+_CALL_IDS = re.compile(r"\[CALL_ID\]\w+(?=\[ARGS\])")
+"""Ids in calls of Mistral's models, which vLLM's parser would take for parts of names."""
 _START_S, _DEADLINE_S = 300.0, 60.0
 _REMEDY = "name the format in which the model writes calls, or add one of your own with register_call_format"
 _Reading = tuple[str, Tools]
@@ -77,11 +82,12 @@ async def check_template(tokenizer: ChatTokenizer, field: str) -> str | None:
     nothing reads the calls that the chat template shows."""
     form = await open_call_format("auto", tokenizer, field)
     await form.close()
-    template = tokenizer.template
-    if probe_template(tokenizer) is not None or not (template.takes_tools or template.shows_tool_calls):
-        return None
-    found = "tools, but no calls" if template.takes_tools else "calls, but no tools, which are described as text"
-    return f"{field}: the chat template shows {found}: calls are read as hermes"
+    template, shows = tokenizer.template, probe_template(tokenizer) is not None
+    guess = "" if shows else ": calls are read as hermes"
+    if template.takes_tools:
+        return f"{field}: the chat template shows tools, but no calls{guess}" if guess else None
+    shown = "calls, but no tools, which are described as text"
+    return f"{field}: the chat template shows {shown}{guess}" if template.shows_tool_calls else None
 
 
 class HostedParser:
@@ -120,6 +126,7 @@ class HostedParser:
         request = ChatCompletionRequest(messages=[{"role": "user", "content": "?"}], tools=shown, tool_choice="auto")
         parser = ParserManager.get_parser(tool_parser_name=name, enable_auto_tools=True)
         assert parser is not None  # the name is known
+        answer = _CALL_IDS.sub("", answer)
         ids = self._tokenizer.encode(answer, add_special_tokens=False)
         _, _, calls = parser(self._tokenizer, request.tools).parse(answer, request, True, ids)
         return [(call.name, call.arguments) for call in calls or ()]
@@ -141,6 +148,9 @@ class VllmCalls(CallFormat):
             partial(HostedParser, tokenizer.path, name, probe), processes=2, spares=0, start_s=_START_S, inherit=True
         )
         self.name, self.begins = name or "auto", probe.begins if probe is not None else ""
+        self._tokenizer = tokenizer
+        if probe is not None and not tokenizer.template.takes_tools:
+            self.instructions = instructions_of(self.name, tokenizer)
         self._queue = CallQueue[_Reading, list[tuple[str, str]]](
             pool,
             lambda worker, calls: worker.call("read", [call.argument for call in calls], deadline_s=_DEADLINE_S),
@@ -168,6 +178,14 @@ class VllmCalls(CallFormat):
         if not found and self.begins:
             return [MalformedCall(f"vLLM's parser {self.name} reads no call after {self.begins}")]
         return found
+
+    def written(self, call: str) -> str:
+        function = json.loads(call)
+        for arguments in (function["arguments"], json.dumps(function["arguments"])):  # some templates take a text
+            shown = {"id": "callabc01", "type": "function", "function": {**function, "arguments": arguments}}
+            if text := self._tokenizer.template.shown_calls([shown], (), self._tokenizer.ends):
+                return text
+        return call
 
     async def close(self) -> None:
         await self._queue.close()

@@ -12,12 +12,11 @@ from rayrft.experience import TRUNCATED, Task
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.tools.call_formats import (
     CallFormat,
-    HermesCalls,
     MalformedCall,
     ToolCall,
     as_response,
-    call_formats,
     instructed,
+    instructions_of,
 )
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.explorer.tools.toolbox import Toolbox, ToolLimits, ToolResult
@@ -60,8 +59,7 @@ class ToolCalling:
         """Return the messages and tools of a task's first prompt."""
         if tokenizer.template.takes_tools:
             return task.messages, self._toolbox.schemas
-        form = call_formats.get(self.call_format)() if self.call_format in call_formats else HermesCalls()
-        return instructed(task.messages, self._toolbox.schemas, form), ()
+        return instructed(task.messages, self._toolbox.schemas, instructions_of(self.call_format, tokenizer)), ()
 
     async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> Trajectory:
         if self._opening is None:
