@@ -100,6 +100,14 @@ def test_a_model_that_no_gpu_has_the_memory_for_is_refused_before_any_actor(
         bench.attempt_all(config, "a-bench", tmp_path / "bench", [model], tasksets, lambda line: None)
 
 
+@pytest.mark.parametrize("section", ["explorer", "auxiliary.judge"])
+def test_an_unknown_option_of_an_engine_ends_a_bench(section: str, tiny_model: Path) -> None:
+    given = {f"{section}.engine.options.max_num_batch": 8}
+    config = load_config(bench_config(), {"auxiliary.judge.model": str(tiny_model), **given})
+    with pytest.raises(ConfigError, check=about(f"{section}.engine.options.max_num_batch", 8)):
+        bench.check_attempts(config, [], print)
+
+
 @pytest.mark.parametrize("mode", ["bench", "both"])
 def test_engines_of_a_bench_do_not_wait_asleep_for_weights(mode: str) -> None:
     shared = {"explorer.engine": {"count": 1, "gpus": 0.4, "sleep": True}, "trainer": {"ranks": 1, "gpus": 0.5}}

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rayrft.config import RunConfig
 from rayrft.config.explorer import EngineConfig
 from rayrft.config.trainer import ProbeBounds
 from rayrft.errors import ConfigError, first_line, nearest
@@ -122,6 +123,13 @@ class OptionGap:
     mean: float
     most: float
     """Difference that 99 % of tokens do not exceed."""
+
+
+def check_run_options(config: RunConfig) -> None:
+    """Check the options of the engines of a run or a bench, as `check_options`."""
+    check_options(config.explorer.engine, "explorer.engine", bounds=config.probe_bounds if config.trains else None)
+    for name, each in config.auxiliary.items():
+        check_options(each.engine, f"auxiliary.{name}.engine", bounds=None)
 
 
 def check_options(config: EngineConfig, section: str, *, bounds: ProbeBounds | None) -> None:
