@@ -173,22 +173,24 @@ def test_options_are_checked_by_name_type_and_effect(name: str, value: Any, trai
         ({"value": "int8"}, "options.quantization"),
         ({"option": "kv_cache_dtype"}, "options.quantization"),
         ({"vllm": "0.1.0"}, "options.quantization"),
+        ({"gpu": "none"}, "options.quantization"),
+        ({"model": "random weights, 0.6B"}, "options.quantization"),
         ({"tokens": 7}, "proven"),
         (None, "proven"),
     ],
 )
 def test_an_option_that_alters_log_probs_is_accepted_if_a_gpu_has_proven_it(
-    change: dict[str, Any] | None, field: str | None, tmp_path: Path
+    change: dict[str, Any] | None, field: str | None, tiny_model: Path, tmp_path: Path
 ) -> None:
-    proven = OptionGap("quantization", "fp8", vllm_release(), "H200", mean=0.02, most=0.15)
+    proven = OptionGap(str(tiny_model), "quantization", "fp8", vllm_release(), "H200", mean=0.02, most=0.15)
     if change is not None:
         (tmp_path / "proven.json").write_text(json.dumps([asdict(proven) | change]))
     config = EngineConfig(options={"quantization": "fp8"}, proven=tmp_path / "proven.json")
     if field is None:
-        check_options(config, "explorer.engine", bounds=BOUNDS)
+        check_options(config, "explorer.engine", bounds=BOUNDS, model=str(tiny_model))
         return
     with pytest.raises(ConfigError, check=about(f"explorer.engine.{field}")):
-        check_options(config, "explorer.engine", bounds=BOUNDS)
+        check_options(config, "explorer.engine", bounds=BOUNDS, model=str(tiny_model))
 
 
 def test_every_argument_of_vllm_is_known_to_alter_log_probs_or_not() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from rayrft.config import RunConfig
 from rayrft.config.explorer import EngineConfig
 from rayrft.config.trainer import ProbeBounds
+from rayrft.data.models import find_model
 from rayrft.errors import ConfigError, first_line, nearest
 
 _OWN = {
@@ -115,11 +116,14 @@ class OptionGap:
     """How far an engine with an argument that alters log-probs was from the trainer's, on a GPU: a record of the file
     that `cluster/gpu_check.sh` writes and ``engine.proven`` names."""
 
+    model: str
+    """Its absolute folder, or its id on the hub; of random weights, which prove nothing of others, their size."""
     option: str
     value: Any
     vllm: str
     """Release of vLLM."""
     gpu: str
+    """Its name; "none" on CPUs, which prove nothing."""
     mean: float
     most: float
     """Difference that 99 % of tokens do not exceed."""
@@ -127,15 +131,16 @@ class OptionGap:
 
 def check_run_options(config: RunConfig) -> None:
     """Check the options of the engines of a run or a bench, as `check_options`."""
-    check_options(config.explorer.engine, "explorer.engine", bounds=config.probe_bounds if config.trains else None)
+    bounds = config.probe_bounds if config.trains else None
+    check_options(config.explorer.engine, "explorer.engine", bounds=bounds, model=config.model.path)
     for name, each in config.auxiliary.items():
         check_options(each.engine, f"auxiliary.{name}.engine", bounds=None)
 
 
-def check_options(config: EngineConfig, section: str, *, bounds: ProbeBounds | None) -> None:
+def check_options(config: EngineConfig, section: str, *, bounds: ProbeBounds | None, model: str | None = None) -> None:
     """Raise ConfigError for an option of the engines in a ``section`` of the config that vLLM does not have, of a wrong
     type, or that has a key of its own. Where answers are trained on, there are ``bounds`` of their log-probs: options
-    that alter these must be proven to keep them."""
+    that alter these must be proven to keep them, with this ``model``."""
     known = _annotations() if config.options else {}
     for name, value in config.options.items():
         field, problem, remedy = f"{section}.options.{name}", "", "remove it"
@@ -146,7 +151,7 @@ def check_options(config: EngineConfig, section: str, *, bounds: ProbeBounds | N
         elif name not in known:
             problem, remedy = "is not an argument of this release of vLLM", nearest(name, known)
         elif bounds is not None and name in _ALTER:
-            problem, remedy = _unproven(_gap(config, section, name, value), bounds)
+            problem, remedy = _unproven(_gap(config, section, name, value, model), bounds)
         elif not _fits(value, known[name]):
             problem, remedy = f"must be {_shown(known[name])}", "correct it"
         if problem:
@@ -156,16 +161,17 @@ def check_options(config: EngineConfig, section: str, *, bounds: ProbeBounds | N
 def _unproven(gap: OptionGap | None, bounds: ProbeBounds) -> tuple[str, str]:
     """Return why an option that alters log-probs is refused, and the remedy; empty if its gap is within the bounds."""
     if gap is None:
-        problem = "alters the log-probs that are trained on, and engine.proven does not have it for this vLLM"
-        return problem, "measure it on a GPU: bash cluster/gpu_check.sh --only altered; then set engine.proven"
+        problem = "alters the log-probs that are trained on, and engine.proven lacks it for this model and vLLM"
+        command = "bash cluster/gpu_check.sh --only altered --model MODEL"
+        return problem, f"measure it on a GPU: {command}; then set engine.proven"
     if gap.mean > bounds.mean or gap.most > bounds.most:
         gaps = f"{gap.mean:.2g} in the mean and {gap.most:.2g} (99 %)"
         return f"moves log-probs by {gaps}, more than weight_sync.tolerance allows", "remove it"
     return "", ""
 
 
-def _gap(config: EngineConfig, section: str, name: str, value: Any) -> OptionGap | None:
-    """Return the proven gap of an option; None if none is proven with this release of vLLM."""
+def _gap(config: EngineConfig, section: str, name: str, value: Any, model: str | None) -> OptionGap | None:
+    """Return the gap of an option that a GPU has proven with this model and this release of vLLM; None without one."""
     if config.proven is None:
         return None
     try:
@@ -173,8 +179,9 @@ def _gap(config: EngineConfig, section: str, name: str, value: Any) -> OptionGap
     except (OSError, ValueError, TypeError) as error:
         problem, remedy = f"is not a file of cluster/gpu_check.sh: {first_line(error)}", "correct the path"
         raise ConfigError(problem, remedy, field=f"{section}.proven", value=str(config.proven)) from None
-    asked = name, value, vllm_release()
-    return next((gap for gap in reversed(gaps) if (gap.option, gap.value, gap.vllm) == asked), None)
+    asked = find_model(model, "model.path") if model else None, name, value, vllm_release()
+    proven = (gap for gap in reversed(gaps) if gap.gpu != "none")
+    return next((gap for gap in proven if (gap.model, gap.option, gap.value, gap.vllm) == asked), None)
 
 
 def vllm_release() -> str:
