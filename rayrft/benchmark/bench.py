@@ -134,7 +134,7 @@ def attempt_all(
         plan = plan_placement(config)
         say(show_plan(run, plan))
         check_room(plan, config.placement.wait_s, say)
-        gpu_gb = check_gpus(plan)
+        gpu_gb = check_gpus(plan, say)
         for model in models:
             of_model = config.model.model_copy(update={"path": model.path})
             check_memory(config.model_copy(update={"model": of_model}), gpu_gb)

@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sysconfig
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -176,10 +176,11 @@ def judge(machines: list[Machine], with_gpus: Collection[Machine] = ()) -> list[
     return findings
 
 
-def check_gpus(plan: list[Bundles]) -> float | None:
+def check_gpus(plan: list[Bundles], say: Callable[[str], None]) -> float | None:
     """Raise ClusterError if a node on which the plan may place actors with GPUs cannot run them, or if its nodes, or
     this one, have several versions of rayrft. Ray counts the GPUs that the driver shows, whether torch can use them or
-    not. Returns the memory of the smallest GPU, in GB (1e9 bytes); None if none is asked for."""
+    not. ``say`` receives notes, such as of a GPU that another process holds. Returns the memory of the smallest GPU, in
+    GB (1e9 bytes); None if none is asked for."""
     placed = [each for each in plan if each.gpus]
     if not placed:
         return None
@@ -193,6 +194,8 @@ def check_gpus(plan: list[Bundles]) -> float | None:
     for finding in judge([*machines.values()], with_gpus):
         if finding.state == "fault":
             raise ClusterError(finding.found, finding.remedy, field=f"node {finding.subject}")
+        if finding.state == "note":
+            say(str(finding))
     sizes = (gpu.total * 2**20 / 1e9 for machine in with_gpus for gpu in machine.gpus if gpu.total)
     return min(sizes, default=None)
 

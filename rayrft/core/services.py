@@ -235,7 +235,7 @@ def _prepare(plan: list[Bundles], wait_s: float = 0.0, say: Callable[[str], None
             room.reserve([each.name for each in plan], wait_s, say)
         finally:
             room.remove()
-    return check_gpus(plan)
+    return check_gpus(plan, say)
 
 
 def pipeline_engines(
@@ -259,7 +259,7 @@ def pipeline_engines(
         plan = [*auxiliary_bundles(wanted), pool_bundles(len(wanted))]
         say(show_plan(run, plan))
         check_room(plan, wait_s, say)
-        check_gpus(plan)
+        check_gpus(plan, say)
         placement, groups = Placement(run, plan), dict[str, EngineGroup]()
         try:
             placement.reserve([each.name for each in plan], wait_s, say)

@@ -92,7 +92,7 @@ def test_a_bench_is_not_started_as_a_run() -> None:
 def test_a_model_that_no_gpu_has_the_memory_for_is_refused_before_any_actor(
     tiny_model: Path, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "check_gpus", lambda plan: 1.0)
+    monkeypatch.setattr(bench, "check_gpus", lambda plan, say: 1.0)
     config = load_config(bench_config(), {"explorer.engine.gpus": 1, "storage": str(tmp_path)})
     model, task = bench.BenchModel("one", str(tiny_model), "a"), Task.create("words", "Spell: cat", "tac")
     tasksets = {"words": ([task], config.bench.tasksets["words"].sources)}

@@ -169,24 +169,28 @@ def test_all_nodes_of_a_run_are_compared_at_its_start(ray_cluster: Any, monkeypa
     [node] = cluster_nodes(ray_api.total_resources_per_node())
     plan = [Bundles("engines", 1, 0.1, 1.0, 0.1, ""), Bundles("buffer", 1, 0.1, 0.0, 0.1, "")]
     machines = {node.name: SOUND, "head": HEAD}
-    asked: list[set[str]] = []
+    asked, said = list[set[str]](), list[str]()
     monkeypatch.setattr(module, "ask_nodes", lambda nodes, function: asked.append(nodes) or machines)
     monkeypatch.setattr(module, "fitting_nodes", lambda parts: {node.id, *["head"] * (len(parts) > 1)})
-    assert check_gpus(plan) == pytest.approx(81_000 * 2**20 / 1e9) and asked == [{node.id, "head"}]
+    assert check_gpus(plan, said.append) == pytest.approx(81_000 * 2**20 / 1e9) and asked == [{node.id, "head"}]
+    assert said == []
+    machines[node.name] = replace(SOUND, gpus=(replace(H100, free=20_000), H100), shared_gib=0.5)
+    check_gpus(plan, said.append)
+    assert [line.split(":")[0] for line in said] == ["note   one"] * 2 and "20 of 79 GiB free" in said[1]
     machines["head"] = replace(HEAD, versions={**VERSIONS, "rayrft": "0.2.0"})
     with pytest.raises(ClusterError, match=r"^node head: rayrft 0.2.0, and 0.1.0 on one"):
-        check_gpus(plan)
+        check_gpus(plan, said.append)
     machines[node.name] = replace(SOUND, gpus=(replace(H100, total=0),))
     machines["head"] = HEAD
-    assert check_gpus(plan) is None, "the driver does not say the memory"
+    assert check_gpus(plan, said.append) is None, "the driver does not say the memory"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs are there")
 def test_gpus_that_ray_counts_and_torch_has_not_end_a_run_before_any_actor(tmp_path: Path, ray_cluster: Any) -> None:
     with pytest.raises(ClusterError, match=r"^node \S+: no NVIDIA driver answers") as error:
-        check_gpus([Bundles("engines", 1, 0.1, 1.0, 0.1, "")])
+        check_gpus([Bundles("engines", 1, 0.1, 1.0, 0.1, "")], print)
     assert "--gpus=all" in error.value.remedy
-    check_gpus([Bundles("engines", 1, 0.1, 0.0, 0.1, "")])  # none is asked for
+    check_gpus([Bundles("engines", 1, 0.1, 0.0, 0.1, "")], print)  # none is asked for
     gpus = {"explorer.engine": {"count": 1, "gpus": 1}, "trainer": {"ranks": 1, "gpus": 1}}
     with pytest.raises(ClusterError, match="no NVIDIA driver answers"):
         rayrft.start({**base(), "storage": str(tmp_path), "name": "no-gpus"}, **gpus)

@@ -197,7 +197,7 @@ def test_gpus_that_torch_cannot_use_end_a_service_before_any_actor(what: str, ti
 def test_an_engine_that_no_gpu_has_the_memory_for_ends_a_service_before_any_actor(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(services, "check_gpus", lambda plan: 1.0)
+    monkeypatch.setattr(services, "check_gpus", lambda plan, say: 1.0)
     with pytest.raises(PlacementError, check=about("engines")):
         _opens("weights", tiny_model, tmp_path)
 
