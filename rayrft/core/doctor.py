@@ -226,7 +226,7 @@ def _judge_gpus(machine: Machine) -> Iterator[Finding]:
         if int(machine.driver.split(".")[0]) < need:
             found = f"driver {machine.driver}, and torch's CUDA {machine.cuda} needs {need}"
             faults.append((found, "Update the driver, or install a torch of an older CUDA"))
-        elif machine.usable < len(machine.gpus):
+        elif machine.usable < max(len(machine.gpus), 1):
             found = f"torch can use {machine.usable} of {len(machine.gpus)} GPUs"
             faults.append((found, "See: python -c 'import torch; torch.cuda.init()'; CUDA_VISIBLE_DEVICES; dmesg"))
     if machine.compiler is None:
@@ -244,7 +244,7 @@ def _judge_gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def _ask_driver() -> tuple[tuple[Gpu, ...], str | None]:
-    """Return the GPUs of this machine and the release of their driver."""
+    """Return the GPUs that this process may use, by number or UUID, and the release of their driver."""
     rows = _query("--query-gpu=name,uuid,memory.total,memory.free,driver_version")
     holders: dict[str, list[str]] = {}
     for uuid, pid, used in _query("--query-compute-apps=gpu_uuid,pid,used_memory"):
@@ -252,7 +252,10 @@ def _ask_driver() -> tuple[tuple[Gpu, ...], str | None]:
     gpus = [
         Gpu(name, uuid, _mib(total), _mib(free), tuple(holders.get(uuid, ()))) for name, uuid, total, free, _ in rows
     ]
-    return tuple(gpus), rows[0][-1] if rows else None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpus))))).split(",")
+    names = [name.strip() for name in visible if name.strip()]
+    seen = (gpu for number, gpu in enumerate(gpus) if str(number) in names or gpu.uuid.startswith((*names,)))
+    return tuple(seen), rows[0][-1] if rows else None
 
 
 def _query(what: str) -> list[list[str]]:

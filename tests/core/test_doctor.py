@@ -51,6 +51,7 @@ def test_a_sound_machine_has_a_line_for_each_gpu_and_no_fault() -> None:
         ({"driver": "570.12"}, "driver 570.12, and torch's CUDA 13.0 needs 580", "Update the driver"),
         ({"cuda": None, "usable": 0}, "torch is built for CPUs", "RAYRFT_DEVICE=gpu"),
         ({"usable": 0}, "torch can use 0 of 2 GPUs", "CUDA_VISIBLE_DEVICES"),
+        ({"usable": 0, "gpus": ()}, "torch can use 0 of 0 GPUs", "CUDA_VISIBLE_DEVICES"),
         ({"compiler": None}, "no C compiler", "apt-get install gcc"),
         ({"headers": False}, "no Python.h", "python3-dev"),
         ({"shared_gib": 0.0625}, "/dev/shm has 0.062 GiB", "--shm-size"),
@@ -109,6 +110,17 @@ def test_the_driver_is_asked_for_gpus_and_for_who_holds_them(monkeypatch: pytest
     said = " ".join(str(each) for each in judge([found]))
     for fault in ("needs 580", "no C compiler", "no Python.h", "20 of 80 GiB free; held by"):
         assert fault in said
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize(
+    ("visible", "found"), [("1", ["GPU-8"]), (" GPU-7 , GPU-8", ["GPU-7", "GPU-8"]), ("GPU-8", ["GPU-8"]), ("", [])]
+)
+def test_gpus_that_are_not_visible_to_torch_are_not_counted(
+    visible: str, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.uuid for gpu in look().gpus] == found
 
 
 @pytest.mark.usefixtures("driver")
