@@ -141,6 +141,10 @@ def look() -> Machine:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 versions[package] = metadata.version(name)
     gpus, driver = _ask_driver()
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:  # a container may have CUDA's driver and no nvidia-smi; and a part of a GPU is not in its list
+        parts = map(torch.cuda.get_device_properties, range(usable))
+        gpus = tuple(Gpu(each.name, str(each.uuid), (mib := each.total_memory >> 20), mib) for each in parts)
     address = ray.util.get_node_ip_address() if ray.is_initialized() else ""
     interfaces = {each.address: name for name, found in psutil.net_if_addrs().items() for each in found}
     return Machine(
@@ -149,7 +153,7 @@ def look() -> Machine:
         gpus,
         driver,
         torch.version.cuda,
-        torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        usable,
         shutil.which(os.environ.get("CC", "gcc")) or shutil.which("cc"),
         Path(sysconfig.get_path("include"), "Python.h").is_file(),
         shutil.disk_usage("/dev/shm").total / 2**30 if Path("/dev/shm").is_dir() else 0.0,
@@ -217,7 +221,10 @@ def _judge(machine: Machine, gpus: bool) -> Iterator[Finding]:
 
 def _judge_gpus(machine: Machine) -> Iterator[Finding]:
     name, faults = machine.name, []
-    if machine.driver is None:
+    if machine.driver is None and machine.usable:
+        found = "nvidia-smi does not answer: the driver's release and what else uses the GPUs are not known"
+        yield Finding("note", name, found, "Add it to PATH; in containers: NVIDIA_DRIVER_CAPABILITIES=compute,utility")
+    elif machine.driver is None:
         faults.append(("no NVIDIA driver answers (nvidia-smi)", "Install one, and start containers with --gpus=all"))
     elif machine.cuda is None:
         faults.append(("torch is built for CPUs", "Install it for GPUs: RAYRFT_DEVICE=gpu bash cluster/setup.sh"))

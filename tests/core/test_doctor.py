@@ -6,6 +6,7 @@ import os
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +137,18 @@ def test_a_gpu_whose_driver_does_not_say_its_memory_is_no_fault(tmp_path: Path) 
 def test_without_a_driver_there_are_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert look().gpus == () and look().driver is None
+
+
+def test_without_nvidia_smi_torch_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="H100", uuid="GPU-7", total_memory=80 << 30)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    found = replace(look(), compiler="/usr/bin/gcc", headers=True, shared_gib=64.0)
+    assert [(gpu.name, gpu.total) for gpu in found.gpus] == [("H100", 80 << 10)] * 2
+    [note] = faults(found, gpus=True)
+    assert note.startswith("note") and "nvidia-smi" in note
 
 
 def command(*arguments: str) -> tuple[int, str]:
