@@ -216,10 +216,10 @@ HALF = {**EVEN, "gpu_memory_utilization": 0.8}
 @pytest.mark.parametrize(
     ("override", "field", "found"),
     [
-        (GPUS, None, {"explorer.engine.enforce_eager": False, "explorer.engine.max_running": 1024}),
-        ({}, None, {"explorer.engine.enforce_eager": True, "explorer.engine.max_running": 256}),
+        (GPUS, None, {"explorer.engine.enforce_eager": False, "explorer.engine.most_running": 1024}),
+        ({}, None, {"explorer.engine.enforce_eager": True, "explorer.engine.most_running": 256}),
         ({**GPUS, "explorer.engine.enforce_eager": True}, None, {"explorer.engine.enforce_eager": True}),
-        ({**GPUS, "explorer.engine.max_running": 64}, None, {"explorer.engine.max_running": 64}),
+        ({**GPUS, "explorer.engine.max_running": 64}, None, {"explorer.engine.most_running": 64}),
         (GPUS, None, {"bucket_bytes": 512 << 20}),
         ({}, None, {"bucket_bytes": 32 << 20}),
         ({**GPUS, "weight_sync.bucket_mib": 0.5}, None, {"bucket_bytes": 512 << 10}),

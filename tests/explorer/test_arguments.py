@@ -84,7 +84,7 @@ async def test_engines_on_gpus_have_the_defaults_of_the_llm_class(
 
     found, usage = await recorded(monkeypatch, tiny_model, ON_GPU, "bfloat16")
     assert usage is UsageContext.LLM_CLASS and found.max_num_batched_tokens is None, "vLLM chooses, by the GPU"
-    assert (found.enforce_eager, found.max_num_seqs, found.tensor_parallel_size) == (False, 1024, 2)
+    assert (found.enforce_eager, found.max_num_seqs, found.tensor_parallel_size) == (False, None, 2)
     assert found.hf_overrides == {"head_dtype": "float32"}, "the trainer computes logits in float32"
     assert found.distributed_executor_backend == "mp" and found.gpu_memory_utilization == 0.85
     found, _ = await recorded(monkeypatch, tiny_model, shared(ON_GPU), "float32")
@@ -99,7 +99,7 @@ async def test_engines_on_cpus_compile_nothing_and_split_no_prompt(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, _ = await recorded(monkeypatch, tiny_model, EngineConfig(), "float32")
-    assert found.enforce_eager and found.enable_chunked_prefill is False
+    assert found.enforce_eager and found.enable_chunked_prefill is False and found.max_num_seqs == 256
     assert found.max_num_batched_tokens == 256 * 64 and found.kv_cache_memory_bytes == 64 << 20
 
 

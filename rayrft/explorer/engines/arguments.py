@@ -202,7 +202,7 @@ def engine_arguments(
         "dtype": dtype,
         "seed": seed,
         "max_model_len": max_length,
-        "max_num_seqs": config.max_running,
+        "max_num_seqs": config.max_running if config.gpus else config.most_running,
         "tensor_parallel_size": config.tensor_parallel,
         # The default inside a placement group needs one bundle per GPU; child processes see all GPUs of this actor's
         # one bundle.
@@ -225,7 +225,7 @@ def engine_arguments(
             # cannot be rewound.
             "enable_chunked_prefill": False,
             "block_size": 32,  # a prefix is shared in whole blocks, which have 128 tokens otherwise
-            "max_num_batched_tokens": config.max_running * max_length,
+            "max_num_batched_tokens": config.most_running * max_length,
         }
     if sees:
         # No cache of processed images: it is cleared when weights change, and requests in flight would miss theirs.
