@@ -259,6 +259,13 @@ HALF = {**EVEN, "gpu_memory_utilization": 0.8}
         ({"reward": {"placement": "serve", "domains": {"math": SCORED | SERVED_BY | {"options": {}}}}}, ONE, 1.0),
         ({**TRAINS, "explorer.engine.gpus": 1}, "explorer.engine.gpus", 1.0),
         ({**TRAINS, "trainer.gpus": 1}, None, {"trainer.gpus": 1.0}),
+        ({**TRAINS, "auxiliary.user": {**HELPER, "engine": TWO}}, "auxiliary.user.engine.gpus", 2.0),
+        ({**TRAINS, "auxiliary.user": HELPER}, None, {"auxiliary.user.engine.gpus": 0.0}),
+        (
+            {**TRAINS, "auxiliary.user": {**HELPER, "engine": TWO}, "pipelines.tasks": [{"name": "exact_duplicates"}]},
+            None,
+            {"auxiliary.user.engine.gpus": 2.0},
+        ),
         ({**TUNES, "trainer.gpus": 1}, None, {"rolls_out": False}),
         ({**TUNES, **GPUS}, "explorer.engine.gpus", 1.0),
         ({**EXPLORES, "trainer.gpus": 1}, "trainer.gpus", 1.0),
