@@ -20,6 +20,7 @@ from rayrft.config.explorer import EngineConfig
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ConfigError, ModelError, RequestRefused, first_line
 from rayrft.explorer.engines.arguments import engine_arguments
+from rayrft.explorer.engines.core_output import printed_bytes, start_failure
 from rayrft.explorer.engines.exchange import Alternatives, Answering, Capacity, Chunk, Completion, Request, Stream
 from rayrft.runtime.handle import Watched, once
 from rayrft.runtime.loading import LoadProgress
@@ -87,6 +88,7 @@ class RolloutEngine(Answering, Watched):
             sees=self._images is not None,
             structured=structured,
         )
+        before = printed_bytes()
         try:
             # In a thread, so that the actor answers meanwhile. The core ends with its thread, which the loop keeps.
             self._engine = await asyncio.to_thread(self._create, arguments)
@@ -95,6 +97,8 @@ class RolloutEngine(Answering, Watched):
                 raise
             remedy = "correct them, or remove them"
             raise ConfigError(first_line(error), remedy, field="engine.options", value=config.options) from None
+        except RuntimeError as error:
+            raise start_failure(model, before) or error from None
         await self._engine.update_weight_version("0")
         self._answers, self._loading = True, None
         self._watch_core()
