@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
 
 from rayrft.config.explorer import EngineConfig
 from rayrft.errors import ModelError
-from rayrft.explorer.engines import core_output, engine
+from rayrft.explorer.engines import core_output
 from rayrft.explorer.engines.core_output import printed_bytes, start_failure
 from rayrft.explorer.engines.engine import RolloutEngine
 from tests.errors import about
@@ -43,7 +43,7 @@ def test_the_first_error_that_is_printed_is_named_with_a_remedy(
     logged: str, raised: str, remedy: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs = tmp_path / "out", tmp_path / "err"
-    monkeypatch.setattr(core_output, "_OUTPUTS", outputs)
+    monkeypatch.setattr(core_output, "OUTPUTS", outputs)
     for file in outputs:
         file.write_text("ValueError: of an earlier start\n")
     before = printed_bytes()
@@ -60,12 +60,8 @@ class WithCore(RolloutEngine):
     """One whose core is a process, on a CPU."""
 
     async def start(self, *arguments: Any, **options: Any) -> None:
-        prepare = engine._prepare_environment
-        engine._prepare_environment = lambda config: (prepare(config), os.environ.pop(ALONE))[0]  # type: ignore[assignment]
-        await super().start(*arguments, **options)
-
-
-ALONE = "VLLM_ENABLE_V1_MULTIPROCESSING"
+        with mock.patch("rayrft.explorer.engines.engine.prepare_environment"):  # which sets it to none for CPUs
+            await super().start(*arguments, **options)
 
 
 @pytest.mark.slow

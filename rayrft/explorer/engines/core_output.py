@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rayrft.errors import ModelError
 
-_OUTPUTS = Path("/proc/self/fd/1"), Path("/proc/self/fd/2")
+OUTPUTS = Path("/proc/self/fd/1"), Path("/proc/self/fd/2")
 """Standard output, to which workers log, and error, which the core's traceback ends; in an actor both are files."""
 
 _ERROR = re.compile(
@@ -26,12 +26,12 @@ _REMEDIES = {
 
 def printed_bytes() -> list[int]:
     """Return how much is in the files to which this process and its children print."""
-    return [file.stat().st_size if file.is_file() else 0 for file in _OUTPUTS]
+    return [file.stat().st_size if file.is_file() else 0 for file in OUTPUTS]
 
 
 def start_failure(model: str, before: list[int]) -> ModelError | None:
     """Return the first error that was printed after so many bytes; None if no file has one."""
-    for file, size in zip(_OUTPUTS, before, strict=True):
+    for file, size in zip(OUTPUTS, before, strict=True):
         text = file.read_bytes()[size:].decode(errors="replace") if file.is_file() else ""
         if found := _ERROR.search(text):
             remedy = next((remedy for part, remedy in _REMEDIES.items() if part in found[1]), "see the engine's log")

@@ -77,7 +77,7 @@ class RolloutEngine(Answering, Watched):
     ) -> None:
         """Load the model from a Hugging Face folder or hub id; return when the engine can answer, or sleeps until it
         gets weights if ``config.sleep`` is set. ``structured``: its answers may be asked to follow a JSON schema."""
-        _prepare_environment(config)
+        prepare_environment(config)
         self._images = await asyncio.to_thread(ImageReader, model) if takes_images(model) else None
         arguments = engine_arguments(
             model,
@@ -371,7 +371,7 @@ def _refused(problem: str, value: Any) -> RequestRefused:
     return RequestRefused(problem, "check the requests of the workflow", field="request", value=value)
 
 
-def _prepare_environment(config: EngineConfig) -> None:
+def prepare_environment(config: EngineConfig) -> None:
     """Set the environment variables that vLLM reads when it is imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
