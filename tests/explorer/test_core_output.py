@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from rayrft.config.explorer import EngineConfig
-from rayrft.errors import ModelError
+from rayrft.errors import ActorDied
 from rayrft.explorer.engines import core_output
 from rayrft.explorer.engines.core_output import printed_bytes, start_failure
 from rayrft.explorer.engines.engine import RolloutEngine
@@ -50,10 +50,12 @@ def test_the_first_error_that_is_printed_is_named_with_a_remedy(
     for file, text in zip(outputs, (logged, raised), strict=True):
         with file.open("a") as opened:
             opened.write(f"Traceback (most recent call last):\n{text}\n")
-    found = start_failure("org/model", before)
+    found = start_failure("engine-1", before)
     assert (found is None) == (remedy is None)
     if found is not None:
-        assert str(remedy) in found.remedy and "initialization failed" not in found.problem and found.field == "engine"
+        assert (
+            str(remedy) in found.remedy and "initialization failed" not in found.problem and found.field == "engine-1"
+        )
 
 
 class WithCore(RolloutEngine):
@@ -67,8 +69,10 @@ class WithCore(RolloutEngine):
 @pytest.mark.slow
 def test_a_core_that_has_too_little_memory_is_named_with_what_helps(tiny_model: Path, ray_cluster: Any) -> None:
     long = {"env_vars": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}
-    actor = ray.remote(WithCore).options(num_cpus=0.5, max_concurrency=10, runtime_env=long).remote()
+    actor = (
+        ray.remote(WithCore).options(num_cpus=0.5, max_concurrency=10, runtime_env=long, name="run:engine-7").remote()
+    )
     settings = {"max_length": 60000, "dtype": "float32", "seed": 0}
-    with pytest.raises(ModelError, check=about("engine", str(tiny_model))) as error:
+    with pytest.raises(ActorDied, check=about("engine-7")) as error:
         ray.get(actor.start.remote(str(tiny_model), EngineConfig(kv_cache_mib=8), **settings))
     assert "KV cache is needed" in error.value.problem and "max_length" in error.value.remedy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rayrft.errors import ModelError
+from rayrft.errors import ActorDied
 
 OUTPUTS = Path("/proc/self/fd/1"), Path("/proc/self/fd/2")
 """Standard output, to which workers log, and error, which the core's traceback ends; in an actor both are files."""
@@ -29,11 +29,12 @@ def printed_bytes() -> list[int]:
     return [file.stat().st_size if file.is_file() else 0 for file in OUTPUTS]
 
 
-def start_failure(model: str, before: list[int]) -> ModelError | None:
-    """Return the first error that was printed after so many bytes; None if no file has one."""
+def start_failure(engine: str, before: list[int]) -> ActorDied | None:
+    """Return the first error that was printed after so many bytes; None if no file has one. Another start may succeed,
+    once the memory of an engine that died is free."""
     for file, size in zip(OUTPUTS, before, strict=True):
         text = file.read_bytes()[size:].decode(errors="replace") if file.is_file() else ""
         if found := _ERROR.search(text):
             remedy = next((remedy for part, remedy in _REMEDIES.items() if part in found[1]), "see the engine's log")
-            return ModelError(f"vLLM does not start: {found[1][:1000]}", remedy, field="engine", value=model)
+            return ActorDied(f"vLLM does not start: {found[1][:1000]}", remedy, field=engine)
     return None

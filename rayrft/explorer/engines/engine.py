@@ -98,7 +98,7 @@ class RolloutEngine(Answering, Watched):
             remedy = "correct them, or remove them"
             raise ConfigError(first_line(error), remedy, field="engine.options", value=config.options) from None
         except RuntimeError as error:
-            raise start_failure(model, before) or error from None
+            raise start_failure(_own_name(), before) or error from None
         await self._engine.update_weight_version("0")
         self._answers, self._loading = True, None
         self._watch_core()
@@ -361,10 +361,14 @@ def _alternatives(scores: Scores, count: int) -> tuple[Alternatives, ...]:
     return tuple(tuple((token, each.logprob) for token, each in best) for best in ranked)
 
 
-def _core_ended() -> ActorDied:
+def _own_name() -> str:
     name = ray.get_runtime_context().get_actor_name() or "engine"
+    return name.rpartition(":")[2]
+
+
+def _core_ended() -> ActorDied:
     remedy = "see its log in the Ray dashboard"
-    return ActorDied("the engine's core process ended", remedy, field=name.rpartition(":")[2])
+    return ActorDied("the engine's core process ended", remedy, field=_own_name())
 
 
 def _refused(problem: str, value: Any) -> RequestRefused:
