@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs rayrft and its dependencies, in tested versions, into .venv in the project's root. Running it again skips
-# finished work; an interrupted installation is repeated. As root, or with passwordless sudo, it also installs
-# bubblewrap, in which code rewards run programs, and libnuma, which vLLM for CPUs loads; otherwise it prints how to.
+# finished work, and examines GPUs; an interrupted installation is repeated. As root, or with passwordless sudo, it also
+# installs bubblewrap, in which code rewards run programs, and libnuma, which vLLM for CPUs loads; otherwise it prints
+# how to.
 #
 #   bash cluster/setup.sh [extra …]      extras besides cpu or gpu, such as: test
 #
@@ -11,6 +12,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf 'setup: %s\n' "$*" >&2; }
+examine() { [ "$device" = cpu ] || .venv/bin/rayrft doctor || true; }
 
 # One at a time: a second call waits for the first, and then finds its work done.
 exec 9<cluster/setup.sh
@@ -23,6 +25,10 @@ device=${RAYRFT_DEVICE:-}
 [ -n "$device" ] || ! [ -f "$stamp" ] || device=$(tail -n 1 "$stamp" | tr ',' '\n' | grep -xE 'cpu|gpu')
 if [ -z "$device" ]; then
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=gpu; else device=cpu; fi
+  if [ "$device" = cpu ] && grep -qx 0x10de /sys/bus/pci/devices/*/vendor 2>/dev/null; then
+    say "there is an NVIDIA GPU whose driver does not answer (nvidia-smi -L), so .venv is for CPUs;" \
+      "install the driver, remove .venv and run this again"
+  fi
 fi
 case "$device" in cpu | gpu) ;; *) say "RAYRFT_DEVICE must be cpu or gpu, found '$device'"; exit 2 ;; esac
 
@@ -45,7 +51,7 @@ if [ -f "$stamp" ]; then
     exit 2
   fi
   missing=$(tr ',' '\n' <<<"$extras" | grep -vxF "$has" || true)
-  [ "$(head -n 1 "$stamp")" != "$wanted" ] || [ -n "$missing" ] || exit 0
+  [ "$(head -n 1 "$stamp")" != "$wanted" ] || [ -n "$missing" ] || { examine; exit 0; }
   extras=$(printf '%s\n' "$has" "${extras//,/$'\n'}" | sort -u | paste -sd, -)
 fi
 
@@ -101,5 +107,5 @@ fi
 
 printf '%s\n%s\n' "$wanted" "$extras" >"$in_part"
 mv "$in_part" "$stamp"
-[ "$device" = cpu ] || .venv/bin/rayrft doctor || true
+examine
 say "ready: .venv ($extras)"

@@ -33,6 +33,7 @@ from rayrft.data.task_sources import RowsRead
 from rayrft.data.task_splits import load_taskset
 from rayrft.errors import ActorDied, ActorUnreachable, ModelError, RayrftError, RunNotFound, Stalled
 from rayrft.experience import Task
+from rayrft.explorer.engines.arguments import check_run_options
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt, measure
 from rayrft.explorer.workflows.base import check_workflows
@@ -96,8 +97,9 @@ def bench(
 
 
 def check_attempts(config: RunConfig, tasks: Sequence[tuple[Task, int]], say: Callable[[str], None]) -> None:
-    """Check the models, workflows and rewards that attempt tasks, which come with the number of their source."""
+    """Check the models, engines, workflows and rewards that attempt tasks, each with the number of its source."""
     check_auxiliary(config.auxiliary)
+    check_run_options(config)
     check_workflows(config.explorer, (task for task, _ in tasks), config.auxiliary, config.plugins)
     for notice in check_rewards(config.scoring, tasks, config.auxiliary, config.explorer.workflow):
         say(notice)
@@ -132,7 +134,7 @@ def attempt_all(
         plan = plan_placement(config)
         say(show_plan(run, plan))
         check_room(plan, config.placement.wait_s, say)
-        gpu_gb = check_gpus(plan)
+        gpu_gb = check_gpus(plan, say)
         for model in models:
             of_model = config.model.model_copy(update={"path": model.path})
             check_memory(config.model_copy(update={"model": of_model}), gpu_gb)

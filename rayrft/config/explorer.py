@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from rayrft.config.base import Changeable, LocalPath, Section, invalid, section_rule
 
-_ON_GPUS = {"enforce_eager": False, "max_running": 1024}
+_ON_GPUS = {"enforce_eager": False}
 """Defaults of engines on GPUs."""
 
 
@@ -28,8 +28,8 @@ class EngineConfig(Section):
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Share of a GPU's memory that an engine takes. By default 0.85 of ``gpus`` (of a whole GPU above 1); beside a
     trainer rank what the rank leaves by the plan of its memory, see `rayrft plan`."""
-    max_running: int = Field(256, ge=1)
-    """Sequences an engine decodes at once; on GPUs by default 1,024."""
+    max_running: int | None = Field(None, ge=1)
+    """Sequences an engine decodes at once; by default 256 on CPUs, and vLLM's number for the GPU, 256 or 1,024."""
     enforce_eager: bool = True
     """Compile nothing and use no CUDA graphs; on GPUs by default false."""
     sleep: bool = False
@@ -51,6 +51,11 @@ class EngineConfig(Section):
     def gpu_share(self) -> float:
         """``gpu_memory_utilization``, or its default."""
         return self.gpu_memory_utilization or 0.85 * min(self.gpus, 1.0)
+
+    @property
+    def most_running(self) -> int:
+        """``max_running``, or the largest default."""
+        return self.max_running or (1024 if self.gpus else 256)
 
     def check_share(self, section: str) -> None:
         """Raise `invalid` if an engine takes more memory than its part of a GPU that engines share."""

@@ -231,6 +231,11 @@ def check_devices(config: RunConfig) -> None:
         raise invalid("explorer.engine.gpus", f"{unused} {config.mode!r}", "remove it", value=engine.gpus)
     if trainer.gpus and config.mode == "explore":
         raise invalid("trainer.gpus", f"{unused} {config.mode!r}", "remove it", value=trainer.gpus)
+    asks = (config.rolls_out and config.mode != "serve") or config.pipelines.tasks
+    for name, each in config.auxiliary.items():
+        if each.engine.gpus and not asks:
+            field = f"auxiliary.{name}.engine.gpus"
+            raise invalid(field, f"{unused} {config.mode!r}", "remove the model", value=each.engine.gpus)
     if config.mode != "both":  # else no weight transport fits
         engine.check_share("explorer.engine")
         engine.check_parallel("explorer.engine")

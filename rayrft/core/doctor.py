@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sysconfig
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -141,6 +141,10 @@ def look() -> Machine:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 versions[package] = metadata.version(name)
     gpus, driver = _ask_driver()
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:  # a container may have CUDA's driver and no nvidia-smi; and a part of a GPU is not in its list
+        parts = map(torch.cuda.get_device_properties, range(usable))
+        gpus = tuple(Gpu(each.name, str(each.uuid), (mib := each.total_memory >> 20), mib) for each in parts)
     address = ray.util.get_node_ip_address() if ray.is_initialized() else ""
     interfaces = {each.address: name for name, found in psutil.net_if_addrs().items() for each in found}
     return Machine(
@@ -149,7 +153,7 @@ def look() -> Machine:
         gpus,
         driver,
         torch.version.cuda,
-        torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        usable,
         shutil.which(os.environ.get("CC", "gcc")) or shutil.which("cc"),
         Path(sysconfig.get_path("include"), "Python.h").is_file(),
         shutil.disk_usage("/dev/shm").total / 2**30 if Path("/dev/shm").is_dir() else 0.0,
@@ -176,10 +180,11 @@ def judge(machines: list[Machine], with_gpus: Collection[Machine] = ()) -> list[
     return findings
 
 
-def check_gpus(plan: list[Bundles]) -> float | None:
+def check_gpus(plan: list[Bundles], say: Callable[[str], None]) -> float | None:
     """Raise ClusterError if a node on which the plan may place actors with GPUs cannot run them, or if its nodes, or
     this one, have several versions of rayrft. Ray counts the GPUs that the driver shows, whether torch can use them or
-    not. Returns the memory of the smallest GPU, in GB (1e9 bytes); None if none is asked for."""
+    not. ``say`` receives notes, such as of a GPU that another process holds. Returns the memory of the smallest GPU, in
+    GB (1e9 bytes); None if none is asked for."""
     placed = [each for each in plan if each.gpus]
     if not placed:
         return None
@@ -193,6 +198,8 @@ def check_gpus(plan: list[Bundles]) -> float | None:
     for finding in judge([*machines.values()], with_gpus):
         if finding.state == "fault":
             raise ClusterError(finding.found, finding.remedy, field=f"node {finding.subject}")
+        if finding.state == "note":
+            say(str(finding))
     sizes = (gpu.total * 2**20 / 1e9 for machine in with_gpus for gpu in machine.gpus if gpu.total)
     return min(sizes, default=None)
 
@@ -214,7 +221,10 @@ def _judge(machine: Machine, gpus: bool) -> Iterator[Finding]:
 
 def _judge_gpus(machine: Machine) -> Iterator[Finding]:
     name, faults = machine.name, []
-    if machine.driver is None:
+    if machine.driver is None and machine.usable:
+        found = "nvidia-smi does not answer: the driver's release and what else uses the GPUs are not known"
+        yield Finding("note", name, found, "Add it to PATH; in containers: NVIDIA_DRIVER_CAPABILITIES=compute,utility")
+    elif machine.driver is None:
         faults.append(("no NVIDIA driver answers (nvidia-smi)", "Install one, and start containers with --gpus=all"))
     elif machine.cuda is None:
         faults.append(("torch is built for CPUs", "Install it for GPUs: RAYRFT_DEVICE=gpu bash cluster/setup.sh"))
@@ -223,7 +233,7 @@ def _judge_gpus(machine: Machine) -> Iterator[Finding]:
         if int(machine.driver.split(".")[0]) < need:
             found = f"driver {machine.driver}, and torch's CUDA {machine.cuda} needs {need}"
             faults.append((found, "Update the driver, or install a torch of an older CUDA"))
-        elif machine.usable < len(machine.gpus):
+        elif machine.usable < max(len(machine.gpus), 1):
             found = f"torch can use {machine.usable} of {len(machine.gpus)} GPUs"
             faults.append((found, "See: python -c 'import torch; torch.cuda.init()'; CUDA_VISIBLE_DEVICES; dmesg"))
     if machine.compiler is None:
@@ -241,7 +251,7 @@ def _judge_gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def _ask_driver() -> tuple[tuple[Gpu, ...], str | None]:
-    """Return the GPUs of this machine and the release of their driver."""
+    """Return the GPUs that this process may use, by number or UUID, and the release of their driver."""
     rows = _query("--query-gpu=name,uuid,memory.total,memory.free,driver_version")
     holders: dict[str, list[str]] = {}
     for uuid, pid, used in _query("--query-compute-apps=gpu_uuid,pid,used_memory"):
@@ -249,7 +259,10 @@ def _ask_driver() -> tuple[tuple[Gpu, ...], str | None]:
     gpus = [
         Gpu(name, uuid, _mib(total), _mib(free), tuple(holders.get(uuid, ()))) for name, uuid, total, free, _ in rows
     ]
-    return tuple(gpus), rows[0][-1] if rows else None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpus))))).split(",")
+    names = [name.strip() for name in visible if name.strip()]
+    seen = (gpu for number, gpu in enumerate(gpus) if str(number) in names or gpu.uuid.startswith((*names,)))
+    return tuple(seen), rows[0][-1] if rows else None
 
 
 def _query(what: str) -> list[list[str]]:

@@ -135,7 +135,7 @@ def _place(checked: RunConfig, progress: Progress | None, guard: Guard, say: Cal
     say(show_plan(checked.name, parts))
     check_room(parts, checked.placement.wait_s, say)
     share = None
-    if (gpu_gb := check_gpus(parts)) is not None:
+    if (gpu_gb := check_gpus(parts, say)) is not None:
         check_memory(checked, gpu_gb)
         share = engine_share(checked, gpu_gb)
     placement = Placement(checked.name, parts, detached=True)

@@ -17,7 +17,15 @@ from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ConfigError, ModelError, PlacementError
 from rayrft.markup import ReportTable
 from rayrft.monitor.records import StepRecord, read_records
-from rayrft.trainer.memory import RankMemory, Shape, activation_bytes, checkpoint_bytes, rank_memory, shape_of
+from rayrft.trainer.memory import (
+    RankMemory,
+    Shape,
+    activation_bytes,
+    checkpoint_bytes,
+    rank_memory,
+    shape_of,
+    tower_bytes,
+)
 
 _GB = 1e9
 _USABLE = 0.95
@@ -288,6 +296,9 @@ def _engine(
 
 def _rank(config: RunConfig, shape: Shape, half: bool, activation: float, room: float, gpu_gb: float) -> PartMemory:
     trainer, needs = config.trainer, [stage.algorithm.build().needs for stage in config.stages]
+    sampling = config.explorer.sampling  # all of a prompt may be images, and no token of an answer is one
+    images = sampling.max_prompt_tokens / (sampling.max_prompt_tokens + sampling.max_tokens) if activation else 0.0
+    plain, checkpointed = tower_bytes(str(config.model.path)) if images else (0.0, 0.0)
     teachers = [shape_of(each.teacher, f"stages.{each.name}.teacher") for each in config.stages if each.teacher]
 
     def of(settings: TrainerConfig) -> RankMemory:
@@ -296,6 +307,7 @@ def _rank(config: RunConfig, shape: Shape, half: bool, activation: float, room: 
             settings,
             half=half,
             activation=activation,
+            tower=(images * plain, images * checkpointed),
             reference=any("reference" in each for each in needs),
             critic=any("critic" in each for each in needs),
             teacher=max(teachers, key=lambda each: each.parameters, default=None),

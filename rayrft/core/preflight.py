@@ -29,7 +29,7 @@ from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
 from rayrft.experience import Experience, Task
-from rayrft.explorer.engines.arguments import check_options
+from rayrft.explorer.engines.arguments import check_run_options
 from rayrft.explorer.tools.vllm_parsers import check_call_format, check_template
 from rayrft.explorer.workflows.base import Workflow, check_prompts, check_workflows
 from rayrft.explorer.workflows.tools import ToolCalling
@@ -102,7 +102,7 @@ def prepare(
     ModelError, ConfigError or StorageError. Requires a running Ray only for tasks from files.
     """
     check_auxiliary(config.auxiliary)
-    precision = _check_engines(config)
+    check_run_options(config)
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
     check_sinks(config)
@@ -164,7 +164,7 @@ def prepare(
         held_out=splits.evaluation,
         demonstrations=demonstrations,
         probe=choose_probe(compared, tokenizer, max_length),
-        notices=(*precision, *notices, *skipped),
+        notices=(*_slow_models(config), *notices, *skipped),
         key_digests=keys,
         drop_equal=config.explorer.drop_zero_variance and all(each.zero_advantage_is_noop for each in learns),
         attention=attention_cost(model),
@@ -191,11 +191,8 @@ def _check_calls(config: RunConfig, workflows: Mapping[str | None, Workflow], to
     return [notice for notice in notices if notice]
 
 
-def _check_engines(config: RunConfig) -> tuple[str, ...]:
-    """Check the options of all engines; return a notice for models on GPUs that compute in float32."""
-    check_options(config.explorer.engine, "explorer.engine", bounds=config.probe_bounds if config.trains else None)
-    for name, each in config.auxiliary.items():
-        check_options(each.engine, f"auxiliary.{name}.engine", bounds=None)
+def _slow_models(config: RunConfig) -> tuple[str, ...]:
+    """Return a notice for each model on GPUs that computes in float32."""
     gpus = {
         f"auxiliary.{name}.dtype": each.engine.gpus
         for name, each in config.auxiliary.items()

@@ -38,6 +38,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
+from rayrft.explorer.engines.arguments import check_options
 from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.feedback.journal import feedback_folder
 from rayrft.pipelines import Context
@@ -113,6 +114,7 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
         remedy = "follow a run with weight_sync.backend: files, and without trainer.lora"
         problem = "must be files, with whole weights"
         raise ConfigError(problem, remedy, field="weight_sync.backend", value=config.weight_sync.backend)
+    check_options(config.explorer.engine, "explorer.engine", bounds=None)
     config = config.model_copy(update={"serve": config.serve or ServeConfig()})
     assert config.endpoint is not None
     http, model, name = config.endpoint, config.model, f"{config.name}-follower"
@@ -233,7 +235,7 @@ def _prepare(plan: list[Bundles], wait_s: float = 0.0, say: Callable[[str], None
             room.reserve([each.name for each in plan], wait_s, say)
         finally:
             room.remove()
-    return check_gpus(plan)
+    return check_gpus(plan, say)
 
 
 def pipeline_engines(
@@ -252,11 +254,12 @@ def pipeline_engines(
         for name, each in wanted.items():
             ChatTokenizer(each.model, f"{name}.model", each.template)  # raises if there is none, before anything starts
             check_length(each.model, each.max_length, f"{name}.max_length")
+            check_options(each.engine, f"{name}.engine", bounds=None)
         connect()
         plan = [*auxiliary_bundles(wanted), pool_bundles(len(wanted))]
         say(show_plan(run, plan))
         check_room(plan, wait_s, say)
-        check_gpus(plan)
+        check_gpus(plan, say)
         placement, groups = Placement(run, plan), dict[str, EngineGroup]()
         try:
             placement.reserve([each.name for each in plan], wait_s, say)

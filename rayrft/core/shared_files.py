@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rayrft.config import RunConfig
+from rayrft.config.pipelines import OperatorConfig
+from rayrft.config.reward import RewardPart
 from rayrft.core.parts.buffer import BUFFER
 from rayrft.core.placement import Placement, cluster_nodes
 from rayrft.core.run_folder import writing
-from rayrft.data.models import find_model
+from rayrft.data.models import find_model, has_weights
 from rayrft.errors import ClusterError, ConfigError, ModelError
 from rayrft.runtime import ray_api
 from rayrft.runtime.ray_api import ray
@@ -22,6 +24,8 @@ T = TypeVar("T")
 
 _ANSWER_S = 120.0
 """Time for the nodes to look: each starts a process for it."""
+_LOADERS = ("model", "process_model", "diverse", "embedding_novelty")
+"""Rewards and operators whose option ``model`` is a folder or an id on the hub."""
 _IMAGES = 100
 """Number of images that are looked for."""
 
@@ -41,12 +45,20 @@ def named_files(config: RunConfig, images: Iterable[str] = ()) -> dict[str, list
     models = {"model.path": config.model.path}
     models |= {f"auxiliary.{name}.model": each.model for name, each in config.auxiliary.items()}
     models |= {f"stages.{each.name}.teacher": each.teacher for each in config.stages}
+    users: list[RewardPart | OperatorConfig] = [
+        part for each in config.reward.models.values() for part in each.scored_by
+    ]
+    users += [*config.pipelines.tasks, *config.pipelines.experiences, *config.pipelines.batch]
+    # Without a network find_model needs the main revision.
+    loaded = [each.options.get("model") for each in users if each.name in _LOADERS and "revision" not in each.options]
+    folders = [Path(path).expanduser() for path in loaded if path]
     files: dict[str, Iterable[Any]] = {
         "plugins": config.plugins,
         "weight_sync.files.address": [config.weight_sync.files.address],
         "images of tasks": [*dict.fromkeys(images)][:_IMAGES],
     }
     named = {field: [str(path)] for field, path in models.items() if path}
+    named["models of rewards and operators"] = [str(path.absolute() if path.is_dir() else path) for path in folders]
     named |= {field: [str(path) for path in paths if path and Path(path).exists()] for field, paths in files.items()}
     return {field: paths for field, paths in named.items() if paths}
 
@@ -143,7 +155,7 @@ def _ask(node: str, function: Callable[..., Any], arguments: tuple[Any, ...]) ->
 
 def find_missing(marker: Path, files: Mapping[str, list[str]]) -> list[tuple[str, str]]:
     """Return the fields and paths that this node does not see, or cannot write: ``storage`` for the marker's folder. It
-    sees models on the hub, by their ids, if it has them cached or the hub answers."""
+    sees models on the hub, by their ids, if it has them cached, with their weights, or the hub answers."""
     missing = [(field, path) for field, paths in files.items() for path in paths if not _is_seen(path)]
     own = marker.with_suffix(f".{uuid.uuid4().hex}")
     try:
@@ -161,7 +173,6 @@ def _is_seen(path: str) -> bool:
     if Path(path).is_absolute():
         return False
     try:
-        find_model(path, "")
+        return has_weights(find_model(path, ""))
     except ModelError:
         return False
-    return True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,22 @@ def find_model(path: str, field: str) -> str:
             problem = f"no such model: {first_line(error)}"
     remedy = "give a folder in Hugging Face format, or the id of a model on the hub"
     raise ModelError(problem, remedy, field=field, value=path)
+
+
+def has_weights(model: str) -> bool:
+    """Return whether a model on the hub, whose config this node has, can be loaded here: the hub answers, or all its
+    weights are cached."""
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import DryRunError
+
+    try:
+        snapshot_download(model, allow_patterns="config.json", dry_run=True)
+        return True
+    except DryRunError:
+        folder = Path(str(try_to_load_from_cache(model, "config.json"))).parent
+    found = {path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin")}
+    indexed = (json.loads(path.read_text())["weight_map"].values() for path in folder.glob("*.index.json"))
+    return bool(found) and found.issuperset(chain.from_iterable(indexed))
 
 
 def vocabulary_of(model: str) -> int:

@@ -66,7 +66,7 @@ class Evaluator:
         each task as they end. Raises ActorDied if an engine has died."""
         # More at once would only wait for the engines.
         engine = self._config.explorer.engine
-        room = asyncio.Semaphore(max(1, engine.count * engine.max_running // samples))
+        room = asyncio.Semaphore(max(1, engine.count * engine.most_running // samples))
         have = done or {}
 
         async def attempt(task: Task) -> list[Attempt]:

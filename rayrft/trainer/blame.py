@@ -68,9 +68,11 @@ def blaming(batch: MicroBatch) -> Iterator[None]:
 def is_device_fault(error: BaseException) -> bool:
     """Return whether a device failed or memory ran out. An assertion in device code is a row's fault, such as a token
     outside the vocabulary; a later call may report it, even one of cuBLAS."""
+    if _is_out_of_memory(error):
+        return True
     if isinstance(error, torch.AcceleratorError) or re.search("CUDA error|CU(?:BLAS|DNN)_STATUS_", str(error)):
         return "device-side assert" not in f"{error} {_pending()}"
-    return _is_out_of_memory(error)
+    return False
 
 
 def device_failed(
@@ -88,30 +90,32 @@ def device_failed(
     if not _is_out_of_memory(error):
         remedy = "check the device (nvidia-smi; Xid lines in dmesg), then resume the run, if need be on another node"
         return DeviceFailed(f"the device failed: {problem}", remedy, field=f"trainer rank {rank}", value=where)
-    phase, parts = _phase(error)
+    phase, parts, bucket = _phase(error)
     problem = f"out of memory in {phase}: {problem}{_memory()}"
     tokens = f"lower trainer.micro_batch_tokens ({config.micro_batch_tokens}): half as many take half the activations"
     layers = "set trainer.gradient_checkpointing: true, which keeps one state a layer"
+    buckets = [f"lower weight_sync.bucket_mib ({bucket / 2**20:g}): a rank holds two buckets"] if bucket else []
     remedies = [f"{text} ({saved / 2**30:.1f} GiB less)" for text, saved in savings(parts)] or [
         *[tokens] * ("activations" in parts),
         *[layers] * ("activations" in parts and not config.gradient_checkpointing),
         f"raise trainer.ranks ({config.ranks}), which share weights and moments",
     ]
-    remedy = f"{'; '.join(remedies)}; then resume the run"
+    remedy = f"{'; '.join(buckets + remedies)}; then resume the run"
     return OutOfMemory(problem, remedy, field=f"trainer rank {rank}", value=where)
 
 
-def _phase(error: BaseException) -> tuple[str, Collection[str]]:
-    """Return the phase in which an error was raised, by the innermost frame that belongs to one, with its tokens; and
-    the parts of memory that it holds."""
-    tokens, traceback, found = 0, error.__traceback__, ("a call", _PASS)
+def _phase(error: BaseException) -> tuple[str, Collection[str], int]:
+    """Return the phase in which an error was raised, by the innermost frame that belongs to one, with its tokens; the
+    parts of memory that it holds; and the bytes of a bucket while weights are sent, else 0."""
+    bucket, tokens, traceback, found = 0, 0, error.__traceback__, ("a call", _PASS)
     while traceback is not None:
         frame, traceback = traceback.tb_frame, traceback.tb_next
         module, batch = frame.f_globals.get("__name__", ""), frame.f_locals.get("batch")
         found = next((each for name, each in _PHASES.items() if module.startswith(name)), found)
         tokens = batch.token_ids.numel() if isinstance(batch, MicroBatch) else tokens
+        bucket = frame.f_locals.get("bucket_bytes", bucket)
     doing, parts = found
-    return f"{doing} of {tokens:,} tokens" if tokens else doing, parts
+    return f"{doing} of {tokens:,} tokens" if tokens else doing, parts, bucket
 
 
 def _memory() -> str:
@@ -125,7 +129,11 @@ def _memory() -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # PyTorch's allocator for the CPU; CUDA, of pinned memory and contexts; NCCL.
+    said = r"DefaultCPUAllocator|CUDA error: out of memory|Cuda failure \d+ 'out of memory'"
+    return re.search(said, str(error)) is not None
 
 
 def _pending() -> str:

@@ -7,7 +7,8 @@ Adam in float32 on sharded weights: 12 bytes a parameter over the ranks, and 4 f
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from rayrft.config.trainer import TrainerConfig
@@ -96,9 +98,28 @@ def activation_bytes(path: str, field: str = "model.path") -> float:
     try:
         one, two = (_saved_bytes(config, auto, count) for count in (1, 2))
     except Exception as error:  # architectures fail in many ways on inputs that they are not made for
-        problem = f"activations cannot be counted without memory: {first_line(error)}"
-        raise ModelError(problem, "measure them by one step of a run", field=field, value=path) from None
+        raise _uncounted(error, path, field) from None
     return (two - one) / _TOKENS
+
+
+@cache
+def tower_bytes(path: str, field: str = "model.path") -> tuple[float, float]:
+    """Return the bytes that the vision tower of a model keeps of an image token for the backward pass, in half
+    precision, without gradient checkpointing and with it; zeros for a model of texts. Raises as `activation_bytes`."""
+    config, auto = _kind(path, field)
+    if not takes_images(path):
+        return 0.0, 0.0
+    try:
+        depth, tokens = config.vision_config.depth, _TOKENS / config.vision_config.spatial_merge_size**2
+        (one, state), (two, _) = (_tower_bytes(config, auto, count) for count in (1, 2))
+    except Exception as error:  # as above
+        raise _uncounted(error, path, field) from None
+    return (one + (depth - 1) * (two - one)) / tokens, (one + depth * state) / tokens
+
+
+def _uncounted(error: Exception, path: str, field: str) -> ModelError:
+    problem = f"activations cannot be counted without memory: {first_line(error)}"
+    return ModelError(problem, "measure them by one step of a run", field=field, value=path)
 
 
 def memory_savings(
@@ -173,6 +194,7 @@ def rank_memory(
     *,
     half: bool,
     activation: float = 0.0,
+    tower: tuple[float, float] = (0.0, 0.0),
     reference: bool = False,
     critic: bool = False,
     teacher: Shape | None = None,
@@ -180,8 +202,8 @@ def rank_memory(
 ) -> RankMemory:
     """Return the memory of a rank whose compute is in ``half`` precision, or in float32. Models are sharded over the
     ranks of a replica; the run's parameters are trained, or an adapter of theirs. ``activation`` is that of
-    `activation_bytes`. On a GPU of ``gpu_bytes`` the head takes its share of them, unless the config has the tokens of
-    a chunk."""
+    `activation_bytes`, and ``tower`` that of `tower_bytes`, in the mean of the tokens. On a GPU of ``gpu_bytes`` the
+    head takes its share of them, unless the config has the tokens of a chunk."""
     compute, ranks, tokens = 2 if half else 4, config.shards, config.micro_batch_tokens
     adapter, trained = config.lora is not None, _trained(shape, config)
     quantised = config.lora is not None and config.lora.frozen == "nf4"
@@ -191,6 +213,7 @@ def rank_memory(
     of_layer = activation * compute / 2
     kept = compute * shape.hidden if config.gradient_checkpointing else of_layer
     activations = tokens * (shape.layers * kept + config.gradient_checkpointing * of_layer)
+    activations += tokens * tower[config.gradient_checkpointing] * compute / 2
     models = (_GRADIENT * trained if reference and not adapter else 0) + (
         compute * teacher.parameters if teacher else 0
     )
@@ -268,6 +291,24 @@ def _saved_bytes(config: Any, auto: Any, layers: int) -> int:
         model.set_attn_implementation(packing.ATTENTION)
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
     layout = packing.on_device(packing.Packing.of([np.arange(_TOKENS)]), _META)
+    return _kept_bytes(model, lambda: model(input_ids=ids, position_ids=layout.positions[None], packing=layout))
+
+
+def _tower_bytes(config: Any, auto: Any, blocks: int) -> tuple[int, int]:
+    """Return the bytes that the backward pass of a vision tower of so many blocks needs, and those of a block's input.
+    Its sizes are computed from the grid of an image, so only the other tensors are without memory."""
+    config = copy.deepcopy(config)
+    config.vision_config.depth = blocks
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tower = auto.from_config(config, dtype=torch.bfloat16).base_model.visual
+        patches = torch.zeros(_TOKENS, tower.patch_embed.proj.weight[0].numel(), dtype=torch.bfloat16)
+    side = math.isqrt(_TOKENS)
+    kept = _kept_bytes(tower, lambda: tower(patches, grid_thw=torch.tensor([[1, side, side]])))
+    return kept, 2 * _TOKENS * tower.blocks[0].norm1.weight.numel()
+
+
+def _kept_bytes(model: Any, forward: Callable[[], Any]) -> int:
+    """Return the bytes of what a forward pass keeps, without the model's weights."""
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     held: dict[int, Tensor] = {}
 
@@ -277,5 +318,5 @@ def _saved_bytes(config: Any, auto: Any, layers: int) -> int:
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(input_ids=ids, position_ids=layout.positions[None], packing=layout)
+        forward()
     return sum(tensor.untyped_storage().nbytes() for tensor in held.values())

@@ -21,6 +21,8 @@ from tests.bench.workload import Shape, join_alone, log_normal_lengths, make_lea
 SHAPES = {
     "0.6B": Shape(1024, 28, 16, 8, 128, 3072, 151936),
     "1.7B": Shape(2048, 28, 16, 8, 128, 6144, 151936),
+    "4B": Shape(2560, 36, 32, 8, 128, 9728, 151936),
+    "8B": Shape(4096, 36, 32, 8, 128, 12288, 151936),  # of Qwen3-8B the head has weights of its own
     "tiny": Shape(64, 2, 2, 1, 32, 128, 500),
 }
 PEAKS = {"B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989}

@@ -217,14 +217,17 @@ def altered(options: argparse.Namespace) -> Iterator[str]:
     """Log-probs of sampled answers beside the trainer's; the file is for `engine.proven`."""
     import torch
 
+    from rayrft.data.models import find_model
     from rayrft.explorer.engines.arguments import OptionGap, vllm_release
     from rayrft.runtime.ray_api import ray
     from tests.bench.gpu import SHAPES
     from tests.bench.helpers import start_ray
 
-    folder = options.model or tempfile.mkdtemp()
-    if not options.model:
-        SHAPES["tiny" if options.dry else options.sizes[0]].model().save_pretrained(folder)
+    size, model = "tiny" if options.dry else options.sizes[0], options.model
+    folder = model or tempfile.mkdtemp()
+    if not model:
+        SHAPES[size].model().save_pretrained(folder)
+    model = find_model(model, "--model") if model else f"random weights, {size}"
     gpu = "none" if options.dry else torch.cuda.get_device_name(0)
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     asked: dict[str, Any] = {"quantization": "fp8", "kv_cache_dtype": "fp8", "speculative_config": ngram}
@@ -237,7 +240,8 @@ def altered(options: argparse.Namespace) -> Iterator[str]:
             rows.append(f"{name} | {json.dumps(value)} | {last_line(str(error))} | | ")
             continue
         found = _gaps(folder, options, answers)
-        gap = OptionGap(name, value, vllm_release(), gpu, float(np.mean(found)), float(np.quantile(found, 0.99)))
+        mean, most = float(np.mean(found)), float(np.quantile(found, 0.99))
+        gap = OptionGap(model, name, value, vllm_release(), gpu, mean, most)
         gaps.append(gap)
         rows.append(f"{name} | {json.dumps(value)} | {speed:,.0f} | {gap.mean:.2g} | {gap.most:.2g}")
     ray.shutdown()
@@ -245,7 +249,7 @@ def altered(options: argparse.Namespace) -> Iterator[str]:
     proven = beside_report(options) / "gpu_check.proven.json"
     proven.write_text(json.dumps([asdict(gap) for gap in gaps], indent=1))
     yield ""
-    yield f"For `engine.proven`: {proven}.."
+    yield f"For `engine.proven`: {proven}"
 
 
 def beside_report(options: argparse.Namespace) -> Path:

@@ -12,9 +12,11 @@ from rayrft.benchmark.worker import open_attempts, to_line
 from rayrft.config import RunConfig, dump_config, load_config
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.launch import start
+from rayrft.core.parts.engines import policy_model
 from rayrft.errors import ConfigError, ModelError, PlacementError
 from rayrft.experience import Task
 from rayrft.explorer.evaluation import Attempt
+from tests.config.given import base
 from tests.config.given import bench as bench_config
 from tests.e2e.conftest import small_config
 from tests.errors import about
@@ -90,12 +92,27 @@ def test_a_bench_is_not_started_as_a_run() -> None:
 def test_a_model_that_no_gpu_has_the_memory_for_is_refused_before_any_actor(
     tiny_model: Path, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "check_gpus", lambda plan: 1.0)
+    monkeypatch.setattr(bench, "check_gpus", lambda plan, say: 1.0)
     config = load_config(bench_config(), {"explorer.engine.gpus": 1, "storage": str(tmp_path)})
     model, task = bench.BenchModel("one", str(tiny_model), "a"), Task.create("words", "Spell: cat", "tac")
     tasksets = {"words": ([task], config.bench.tasksets["words"].sources)}
     with pytest.raises(PlacementError, check=about("engines")):
         bench.attempt_all(config, "a-bench", tmp_path / "bench", [model], tasksets, lambda line: None)
+
+
+@pytest.mark.parametrize("section", ["explorer", "auxiliary.judge"])
+def test_an_unknown_option_of_an_engine_ends_a_bench(section: str, tiny_model: Path) -> None:
+    given = {f"{section}.engine.options.max_num_batch": 8}
+    config = load_config(bench_config(), {"auxiliary.judge.model": str(tiny_model), **given})
+    with pytest.raises(ConfigError, check=about(f"{section}.engine.options.max_num_batch", 8)):
+        bench.check_attempts(config, [], print)
+
+
+@pytest.mark.parametrize("mode", ["bench", "both"])
+def test_engines_of_a_bench_do_not_wait_asleep_for_weights(mode: str) -> None:
+    shared = {"explorer.engine": {"count": 1, "gpus": 0.4, "sleep": True}, "trainer": {"ranks": 1, "gpus": 0.5}}
+    config = load_config(base(), {**shared, "evaluation.engines": 0, "mode": mode, "bench.models.one": "runs/one"})
+    assert policy_model(config, "runs/one").engine.sleep is (mode == "both")
 
 
 def fingerprint(config: RunConfig, identity: str = "a") -> str:

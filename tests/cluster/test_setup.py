@@ -157,4 +157,12 @@ def test_gpus_are_examined_at_the_end_and_a_fault_does_not_undo_the_set_up(
     assert result.returncode == 0 and (asked().splitlines()[-1] == "doctor") == last
     result = setup("test", RAYRFT_DEVICE=device, LACKS="doctor")
     assert result.returncode == 0 and "ready" in result.stderr
-    assert setup(RAYRFT_DEVICE=device).returncode == 0 and asked() == ""
+    assert setup(RAYRFT_DEVICE=device).returncode == 0 and asked() == "doctor\n" * last
+
+
+@pytest.mark.parametrize(("device", "said"), [("", True), ("cpu", False)])
+def test_a_gpu_whose_driver_does_not_answer_is_named(setup: Setup, tools: Path, device: str, said: bool) -> None:
+    put(tools, "nvidia-smi", "exit 9")
+    put(tools, "grep", f'[[ "$*" == *0x10de* ]] || exec {shutil.which("grep")} "$@"')
+    result = setup(RAYRFT_DEVICE=device)
+    assert result.returncode == 0 and ("driver does not answer" in result.stderr) is said

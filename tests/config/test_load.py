@@ -218,10 +218,10 @@ HALF = {**EVEN, "gpu_memory_utilization": 0.8}
 @pytest.mark.parametrize(
     ("override", "field", "found"),
     [
-        (GPUS, None, {"explorer.engine.enforce_eager": False, "explorer.engine.max_running": 1024}),
-        ({}, None, {"explorer.engine.enforce_eager": True, "explorer.engine.max_running": 256}),
+        (GPUS, None, {"explorer.engine.enforce_eager": False, "explorer.engine.most_running": 1024}),
+        ({}, None, {"explorer.engine.enforce_eager": True, "explorer.engine.most_running": 256}),
         ({**GPUS, "explorer.engine.enforce_eager": True}, None, {"explorer.engine.enforce_eager": True}),
-        ({**GPUS, "explorer.engine.max_running": 64}, None, {"explorer.engine.max_running": 64}),
+        ({**GPUS, "explorer.engine.max_running": 64}, None, {"explorer.engine.most_running": 64}),
         (GPUS, None, {"bucket_bytes": 512 << 20}),
         ({}, None, {"bucket_bytes": 32 << 20}),
         ({**GPUS, "weight_sync.bucket_mib": 0.5}, None, {"bucket_bytes": 512 << 10}),
@@ -261,6 +261,13 @@ HALF = {**EVEN, "gpu_memory_utilization": 0.8}
         ({"reward": {"placement": "serve", "domains": {"math": SCORED | SERVED_BY | {"options": {}}}}}, ONE, 1.0),
         ({**TRAINS, "explorer.engine.gpus": 1}, "explorer.engine.gpus", 1.0),
         ({**TRAINS, "trainer.gpus": 1}, None, {"trainer.gpus": 1.0}),
+        ({**TRAINS, "auxiliary.user": {**HELPER, "engine": TWO}}, "auxiliary.user.engine.gpus", 2.0),
+        ({**TRAINS, "auxiliary.user": HELPER}, None, {"auxiliary.user.engine.gpus": 0.0}),
+        (
+            {**TRAINS, "auxiliary.user": {**HELPER, "engine": TWO}, "pipelines.tasks": [{"name": "exact_duplicates"}]},
+            None,
+            {"auxiliary.user.engine.gpus": 2.0},
+        ),
         ({**TUNES, "trainer.gpus": 1}, None, {"rolls_out": False}),
         ({**TUNES, **GPUS}, "explorer.engine.gpus", 1.0),
         ({**EXPLORES, "trainer.gpus": 1}, "trainer.gpus", 1.0),

@@ -6,6 +6,7 @@ import os
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,7 @@ def test_a_sound_machine_has_a_line_for_each_gpu_and_no_fault() -> None:
         ({"driver": "570.12"}, "driver 570.12, and torch's CUDA 13.0 needs 580", "Update the driver"),
         ({"cuda": None, "usable": 0}, "torch is built for CPUs", "RAYRFT_DEVICE=gpu"),
         ({"usable": 0}, "torch can use 0 of 2 GPUs", "CUDA_VISIBLE_DEVICES"),
+        ({"usable": 0, "gpus": ()}, "torch can use 0 of 0 GPUs", "CUDA_VISIBLE_DEVICES"),
         ({"compiler": None}, "no C compiler", "apt-get install gcc"),
         ({"headers": False}, "no Python.h", "python3-dev"),
         ({"shared_gib": 0.0625}, "/dev/shm has 0.062 GiB", "--shm-size"),
@@ -112,6 +114,17 @@ def test_the_driver_is_asked_for_gpus_and_for_who_holds_them(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize(
+    ("visible", "found"), [("1", ["GPU-8"]), (" GPU-7 , GPU-8", ["GPU-7", "GPU-8"]), ("GPU-8", ["GPU-8"]), ("", [])]
+)
+def test_gpus_that_are_not_visible_to_torch_are_not_counted(
+    visible: str, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.uuid for gpu in look().gpus] == found
+
+
+@pytest.mark.usefixtures("driver")
 def test_a_gpu_whose_driver_does_not_say_its_memory_is_no_fault(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(SMI.replace("81559, 20000", "[N/A], [N/A]"))
@@ -124,6 +137,18 @@ def test_a_gpu_whose_driver_does_not_say_its_memory_is_no_fault(tmp_path: Path) 
 def test_without_a_driver_there_are_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert look().gpus == () and look().driver is None
+
+
+def test_without_nvidia_smi_torch_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="H100", uuid="GPU-7", total_memory=80 << 30)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    found = replace(look(), compiler="/usr/bin/gcc", headers=True, shared_gib=64.0)
+    assert [(gpu.name, gpu.total) for gpu in found.gpus] == [("H100", 80 << 10)] * 2
+    [note] = faults(found, gpus=True)
+    assert note.startswith("note") and "nvidia-smi" in note
 
 
 def command(*arguments: str) -> tuple[int, str]:
@@ -169,24 +194,28 @@ def test_all_nodes_of_a_run_are_compared_at_its_start(ray_cluster: Any, monkeypa
     [node] = cluster_nodes(ray_api.total_resources_per_node())
     plan = [Bundles("engines", 1, 0.1, 1.0, 0.1, ""), Bundles("buffer", 1, 0.1, 0.0, 0.1, "")]
     machines = {node.name: SOUND, "head": HEAD}
-    asked: list[set[str]] = []
+    asked, said = list[set[str]](), list[str]()
     monkeypatch.setattr(module, "ask_nodes", lambda nodes, function: asked.append(nodes) or machines)
     monkeypatch.setattr(module, "fitting_nodes", lambda parts: {node.id, *["head"] * (len(parts) > 1)})
-    assert check_gpus(plan) == pytest.approx(81_000 * 2**20 / 1e9) and asked == [{node.id, "head"}]
+    assert check_gpus(plan, said.append) == pytest.approx(81_000 * 2**20 / 1e9) and asked == [{node.id, "head"}]
+    assert said == []
+    machines[node.name] = replace(SOUND, gpus=(replace(H100, free=20_000), H100), shared_gib=0.5)
+    check_gpus(plan, said.append)
+    assert [line.split(":")[0] for line in said] == ["note   one"] * 2 and "20 of 79 GiB free" in said[1]
     machines["head"] = replace(HEAD, versions={**VERSIONS, "rayrft": "0.2.0"})
     with pytest.raises(ClusterError, match=r"^node head: rayrft 0.2.0, and 0.1.0 on one"):
-        check_gpus(plan)
+        check_gpus(plan, said.append)
     machines[node.name] = replace(SOUND, gpus=(replace(H100, total=0),))
     machines["head"] = HEAD
-    assert check_gpus(plan) is None, "the driver does not say the memory"
+    assert check_gpus(plan, said.append) is None, "the driver does not say the memory"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs are there")
 def test_gpus_that_ray_counts_and_torch_has_not_end_a_run_before_any_actor(tmp_path: Path, ray_cluster: Any) -> None:
     with pytest.raises(ClusterError, match=r"^node \S+: no NVIDIA driver answers") as error:
-        check_gpus([Bundles("engines", 1, 0.1, 1.0, 0.1, "")])
+        check_gpus([Bundles("engines", 1, 0.1, 1.0, 0.1, "")], print)
     assert "--gpus=all" in error.value.remedy
-    check_gpus([Bundles("engines", 1, 0.1, 0.0, 0.1, "")])  # none is asked for
+    check_gpus([Bundles("engines", 1, 0.1, 0.0, 0.1, "")], print)  # none is asked for
     gpus = {"explorer.engine": {"count": 1, "gpus": 1}, "trainer": {"ranks": 1, "gpus": 1}}
     with pytest.raises(ClusterError, match="no NVIDIA driver answers"):
         rayrft.start({**base(), "storage": str(tmp_path), "name": "no-gpus"}, **gpus)

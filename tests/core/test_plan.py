@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from torch.distributed.tensor import DTensor
+from transformers import Qwen2VLConfig
 from typer.testing import CliRunner
 
 from rayrft.cli.main import app
@@ -22,7 +23,8 @@ from rayrft.core.plan import StepVolume, check_memory, engine_share, plan, plan_
 from rayrft.errors import ConfigError, PlacementError
 from rayrft.trainer.blame import device_failed
 from rayrft.trainer.dcp import Checkpointer
-from rayrft.trainer.memory import activation_bytes, memory_savings, rank_memory, shape_of
+from rayrft.trainer.loading import load_policy
+from rayrft.trainer.memory import activation_bytes, memory_savings, rank_memory, shape_of, tower_bytes
 from rayrft.trainer.model import gather, save_hf
 from rayrft.trainer.optimizer import Optimizer
 from tests.config.given import GRPO, base
@@ -71,6 +73,37 @@ def test_activations_of_a_layer_are_counted_by_a_run_without_memory(
     models: dict[str, str], name: str, kilobytes: float
 ) -> None:
     assert activation_bytes(models[name]) / 1000 == pytest.approx(kilobytes, rel=0.01)
+
+
+def test_a_vision_tower_takes_what_was_counted(tiny_vision_model: Path) -> None:
+    tower, side, kept = load_policy(str(tiny_vision_model)).bfloat16().model.base_model.visual, 24, dict[int, int]()
+    weights = {each.data_ptr() for each in tower.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes() * (storage.data_ptr() not in weights)
+        held.append(tensor)  # else its place is used again
+        return tensor
+
+    held = list[torch.Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        patches = torch.zeros(3 * side**2, tower.patch_embed.proj.weight[0].numel(), dtype=torch.bfloat16)
+        tower(patches, grid_thw=torch.tensor([[1, side, side]] * 3))
+    plain, checkpointed = tower_bytes(str(tiny_vision_model))
+    tokens = 3 * side**2 / tower.spatial_merge_size**2
+    assert plain == pytest.approx(sum(kept.values()) / tokens, rel=0.02) and checkpointed < plain
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_of_prompts_that_are_images_are_in_the_plan(checkpointing: bool, tmp_path: Path) -> None:
+    Qwen2VLConfig().save_pretrained(tmp_path)
+    config = config_of(str(tmp_path), 8, gradient_checkpointing=checkpointing)
+    with mock.patch("rayrft.core.plan.tower_bytes", lambda path: (0.0, 0.0)):
+        [*_, texts] = plan_memory(config, 80.0)
+    [*_, rank] = plan_memory(config, 80.0)
+    # 32 blocks of 1280, of four patches a token; a third of the tokens may be of images.
+    each = 4 * ((2 * 1280 * 32 + 72e3) if checkpointing else 59e3 * 32)
+    assert rank.parts["activations"] - texts.parts["activations"] == pytest.approx(16384 / 3 * each / 1e9, rel=0.02)
 
 
 QUANTISED = "moments: 8bit (package torchao)"

@@ -166,16 +166,24 @@ def test_what_does_not_fit_on_the_cluster_is_refused(tiny_model: Path, tmp_path:
         CliRunner().invoke(app, given(tmp_path, tiny_model, models=models), catch_exceptions=False)
 
 
-def _opens(what: str, tiny_model: Path, folder: Path) -> None:
+@pytest.mark.parametrize(("what", "field"), [("engines", "m.engine"), ("weights", "explorer.engine")])
+def test_an_unknown_option_of_an_engine_ends_a_service_before_any_actor(
+    what: str, field: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, check=about(f"{field}.options.max_num_batch", 8)):
+        _opens(what, tiny_model, tmp_path, {"max_num_batch": 8})
+
+
+def _opens(what: str, tiny_model: Path, folder: Path, options: Any = None) -> None:
     """Open a service whose actors need GPUs."""
     if what == "engines":
-        models = {"m": {"model": str(tiny_model), "engine": {**ENGINE, "gpus": 1}}}
+        models = {"m": {"model": str(tiny_model), "engine": {**ENGINE, "gpus": 1, "options": options or {}}}}
         CliRunner().invoke(app, given(folder, tiny_model, models=models), catch_exceptions=False)
     elif what == "rewards":
         scored = {"name": f"{__name__}:anything", "options": {"device": "cuda"}, "replicas": {"gpus": 1}}
         services.serve_rewards(RewardServiceConfig.model_validate({"reward": scored}))
     else:
-        gpus = {"explorer.engine.gpus": 1, "trainer.gpus": 1}
+        gpus = {"explorer.engine.gpus": 1, "trainer.gpus": 1, "explorer.engine.options": options or {}}
         services.serve_weights(followed(tiny_model, folder, **gpus))
 
 
@@ -189,7 +197,7 @@ def test_gpus_that_torch_cannot_use_end_a_service_before_any_actor(what: str, ti
 def test_an_engine_that_no_gpu_has_the_memory_for_ends_a_service_before_any_actor(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(services, "check_gpus", lambda plan: 1.0)
+    monkeypatch.setattr(services, "check_gpus", lambda plan, say: 1.0)
     with pytest.raises(PlacementError, check=about("engines")):
         _opens("weights", tiny_model, tmp_path)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -20,7 +23,9 @@ from rayrft.core.shared_files import check_shared, check_storage, find_missing, 
 from rayrft.errors import ConfigError, NoLocks
 from rayrft.json_lines import open_lines
 from tests.config.given import base
+from tests.conftest import ROOT
 from tests.errors import about
+from tests.hub import TOKEN, hub
 
 Nodes = dict[str, Callable[[Path], bool]]
 
@@ -38,24 +43,54 @@ def test_paths_and_hub_ids_are_looked_for(tmp_path: Path) -> None:
     (tmp_path / "plugin.py").touch()
     plugin, image = str(tmp_path / "plugin.py"), str(tmp_path / "plugin.py")
     judges = {"judge": {"model": str(tmp_path / "model")}, "other": {"model": "org/model"}}
-    config = load_config(base(), {"plugins": [plugin], "auxiliary": judges})
-    found = {"plugins": [plugin], "auxiliary.judge.model": [str(tmp_path / "model")], "images of tasks": [image]}
+    rewards = {"parts": [{"name": "model", "options": {"model": name}, "label": name} for name in ("org/scores", "~")]}
+    rewards["parts"].append({"name": "model", "options": {"model": "org/pinned", "revision": "1"}})
+    operators = [{"name": "diverse", "model": "org/embeds"}, {"name": "judged", "model": "judge"}]
+    config = load_config(
+        base(), {"plugins": [plugin], "auxiliary": judges, "reward": rewards, "pipelines.tasks": operators}
+    )
+    found = {"models of rewards and operators": ["org/scores", str(Path.home()), "org/embeds"]}
+    found |= {"plugins": [plugin], "auxiliary.judge.model": [str(tmp_path / "model")], "images of tasks": [image]}
     assert named_files(config, [image, image]) == {**found, "auxiliary.other.model": ["org/model"]}
 
 
-def _unknown() -> None:
-    raise OSError("not cached, and the hub does not answer")
+LOOKS = """
+import json, sys
+from pathlib import Path
+from rayrft.core.shared_files import find_missing
+
+marker, said = Path(sys.argv[1]), []
+for shards in (), ("model-1.safetensors",), ("model-1.safetensors", "model-2.safetensors"):
+    for name in shards:
+        [config] = marker.parent.rglob("config.json")
+        (config.parent / name).touch()
+    said.append([path for _, path in find_missing(marker, {"model.path": ["acme/tiny"], "teacher": ["acme/none"]})])
+print(json.dumps(said))
+"""
+INDEX = {"weight_map": {"embed.weight": "model-1.safetensors", "norm.weight": "model-2.safetensors"}}
 
 
-def test_a_node_sees_a_model_of_the_hub_if_it_is_cached_or_the_hub_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_node_sees_a_model_of_the_hub_if_its_weights_are_cached_or_the_hub_answers(
+    tiny_model: Path, tmp_path: Path
 ) -> None:
     (marker := tmp_path / ".seen-1").touch()
-    hub = mock.Mock()
-    hub.AutoConfig.from_pretrained.side_effect = lambda path: {"known/model": hub}.get(path) or _unknown()
-    monkeypatch.setattr("rayrft.data.models.transformers", hub)
-    files = {"model.path": ["known/model"], "stages.a.teacher": ["unknown/model"]}
-    assert find_missing(marker, files) == [("stages.a.teacher", "unknown/model")]
+
+    def looks(offline: str) -> list[list[str]]:
+        """What a node does not see without weights, with a part of them, and with all, which it caches meanwhile."""
+        settings = {"HF_ENDPOINT": address, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}
+        command = [sys.executable, "-c", LOOKS, str(marker)]
+        said = subprocess.check_output(command, env={**os.environ, **settings, "PYTHONPATH": str(ROOT)}, text=True)
+        found: list[list[str]] = json.loads(said.splitlines()[-1])
+        return found
+
+    with hub() as (address, kept):
+        kept.repos["acme/tiny"] = {"main": {"config.json": (tiny_model / "config.json").read_bytes()}}
+        assert looks("0") == [["acme/none"]] * 3
+    for file in tmp_path.rglob("*.safetensors"):
+        file.unlink()
+    [config] = tmp_path.rglob("config.json")
+    (config.parent / "model.safetensors.index.json").write_text(json.dumps(INDEX))
+    assert looks("1") == [["acme/tiny", "acme/none"], ["acme/tiny", "acme/none"], ["acme/none"]]
 
 
 def test_a_node_names_what_it_does_not_see_and_leaves_nothing(tmp_path: Path) -> None:

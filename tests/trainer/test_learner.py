@@ -231,6 +231,11 @@ ASSERTED = "CUDA error: device-side assert triggered"
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "micro_batch_tokens"),
         (MemoryError(), "gradient_checkpointing"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"), "ranks"),
+        (
+            torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+            "micro_batch",
+        ),
+        (dist.DistBackendError("NCCL error\nLast error:\nCuda failure 2 'out of memory'"), "micro_batch_tokens"),
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), "nvidia-smi"),
         (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), "nvidia-smi"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "nvidia-smi"),

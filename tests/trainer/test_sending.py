@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +21,14 @@ from transformers import AutoModelForCausalLM
 
 from rayrft.config.trainer import TrainerConfig
 from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.errors import OutOfMemory
 from rayrft.trainer import model as model_module
+from rayrft.trainer.blame import device_failed
 from rayrft.trainer.loading import Loader, load_policy, rank_mesh, shard
 from rayrft.trainer.model import gather, named_weights, save_hf
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.rank import Rank
+from rayrft.weights.channel import WeightChannel
 from rayrft.weights.messages import Parcel, TensorMeta
 from tests.trainer.families import FAMILIES
 from tests.trainer.learners import CPU
@@ -48,6 +53,23 @@ def _sent(folder: str, spreads: bool) -> list[tuple[int, int, dict[str, Tensor]]
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, (gathered.nbytes, parcel.nbytes, tensors))
     return held
+
+
+@pytest.mark.parametrize("place", ["allocate", "fill_bucket"])
+def test_memory_that_runs_out_in_a_transfer_is_freed_by_smaller_buckets(
+    tiny_model: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, channel, policy = object.__new__(Rank), object.__new__(WeightChannel), load_policy(str(tiny_model))
+    transport = SimpleNamespace(send=lambda parcel, buckets: deque(buckets), in_flight=1, close=print)
+    vars(channel).update(_announces=False, reads=True, _device=CPU, _transport=transport)
+    learner = SimpleNamespace(policy=policy, phase=contextlib.nullcontext)
+    vars(rank).update(learner=learner, _channel=channel, _compute=torch.bfloat16)
+    monkeypatch.setattr(f"rayrft.weights.channel.{place}", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA")))
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        rank.send(1, 1, 64 << 20)
+    failed = device_failed(raised.value, 3, "node-1", TrainerConfig(ranks=4))
+    assert isinstance(failed, OutOfMemory) and "in sending weights" in failed.problem
+    assert "lower weight_sync.bucket_mib (64)" in failed.remedy
 
 
 @pytest.mark.parametrize(("ranks", "spreads"), [(2, False), (4, False), (2, True)])

@@ -206,8 +206,10 @@ def policy_model(config: RunConfig, path: str, *, seed: int = 0, share: float | 
     named = {config.explorer.workflow, *config.explorer.workflow_options}
     structured = config.endpoint is not None or not named.isdisjoint(_APPLICATIONS)
     engine = config.explorer.engine
+    changes: dict[str, Any] = {"sleep": engine.sleep and config.trains}  # only weights wake them
     if share is not None:
-        engine = engine.model_copy(update={"gpu_memory_utilization": share})
+        changes["gpu_memory_utilization"] = share
+    engine = engine.model_copy(update=changes)
     return EngineModel(path, engine, config.model.max_length, config.model.dtype, config.seed + seed, structured)
 
 

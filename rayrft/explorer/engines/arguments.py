@@ -13,8 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rayrft.config import RunConfig
 from rayrft.config.explorer import EngineConfig
 from rayrft.config.trainer import ProbeBounds
+from rayrft.data.models import find_model
 from rayrft.errors import ConfigError, first_line, nearest
 
 _OWN = {
@@ -47,6 +49,23 @@ _FIXED = {
     "disable_log_stats",
     "mm_processor_cache_gb",
     "limit_mm_per_prompt",
+    "prefill_context_parallel_size",
+    "data_parallel_rank",
+    "data_parallel_start_rank",
+    "data_parallel_size_local",
+    "data_parallel_address",
+    "data_parallel_rpc_port",
+    "data_parallel_hybrid_lb",
+    "data_parallel_external_lb",
+    "data_parallel_multi_port_external_lb",
+    "data_parallel_backend",
+    "enable_elastic_ep",
+    "elastic_ep_max_dp_size",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "_api_process_count",
+    "_api_process_rank",
 }
 """Arguments on which the actor, its placement or the weight transfer relies."""
 
@@ -63,6 +82,29 @@ _ALTER = {
     "kv_sharing_fast_prefill",
     "override_generation_config",
     "load_format",
+    "spec_model",
+    "spec_tokens",
+    "watermark_config",
+    "diffusion_config",
+    "attention_config",
+    "mamba_config",
+    "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype",
+    "enable_mamba_cache_stochastic_rounding",
+    "disable_sliding_window",
+    "swa_bounded_replay",
+    "mm_encoder_attn_dtype",
+    "mm_processor_kwargs",
+    "video_pruning_rate",
+    "model_class_overrides",
+    "revision",
+    "code_revision",
+    "config_format",
+    "hf_config_path",
+    "model_loader_extra_config",
+    "additional_config",
+    "default_mm_loras",
+    "generation_config",
 }
 """Arguments that alter the log-probs of tokens, by how much a GPU must show: see `OptionGap`."""
 
@@ -74,20 +116,31 @@ class OptionGap:
     """How far an engine with an argument that alters log-probs was from the trainer's, on a GPU: a record of the file
     that `cluster/gpu_check.sh` writes and ``engine.proven`` names."""
 
+    model: str
+    """Its absolute folder, or its id on the hub; of random weights, which prove nothing of others, their size."""
     option: str
     value: Any
     vllm: str
     """Release of vLLM."""
     gpu: str
+    """Its name; "none" on CPUs, which prove nothing."""
     mean: float
     most: float
     """Difference that 99 % of tokens do not exceed."""
 
 
-def check_options(config: EngineConfig, section: str, *, bounds: ProbeBounds | None) -> None:
+def check_run_options(config: RunConfig) -> None:
+    """Check the options of the engines of a run or a bench, as `check_options`."""
+    bounds = config.probe_bounds if config.trains else None
+    check_options(config.explorer.engine, "explorer.engine", bounds=bounds, model=config.model.path)
+    for name, each in config.auxiliary.items():
+        check_options(each.engine, f"auxiliary.{name}.engine", bounds=None)
+
+
+def check_options(config: EngineConfig, section: str, *, bounds: ProbeBounds | None, model: str | None = None) -> None:
     """Raise ConfigError for an option of the engines in a ``section`` of the config that vLLM does not have, of a wrong
     type, or that has a key of its own. Where answers are trained on, there are ``bounds`` of their log-probs: options
-    that alter these must be proven to keep them."""
+    that alter these must be proven to keep them, with this ``model``."""
     known = _annotations() if config.options else {}
     for name, value in config.options.items():
         field, problem, remedy = f"{section}.options.{name}", "", "remove it"
@@ -98,7 +151,7 @@ def check_options(config: EngineConfig, section: str, *, bounds: ProbeBounds | N
         elif name not in known:
             problem, remedy = "is not an argument of this release of vLLM", nearest(name, known)
         elif bounds is not None and name in _ALTER:
-            problem, remedy = _unproven(_gap(config, section, name, value), bounds)
+            problem, remedy = _unproven(_gap(config, section, name, value, model), bounds)
         elif not _fits(value, known[name]):
             problem, remedy = f"must be {_shown(known[name])}", "correct it"
         if problem:
@@ -108,16 +161,17 @@ def check_options(config: EngineConfig, section: str, *, bounds: ProbeBounds | N
 def _unproven(gap: OptionGap | None, bounds: ProbeBounds) -> tuple[str, str]:
     """Return why an option that alters log-probs is refused, and the remedy; empty if its gap is within the bounds."""
     if gap is None:
-        problem = "alters the log-probs that are trained on, and engine.proven does not have it for this vLLM"
-        return problem, "measure it on a GPU: bash cluster/gpu_check.sh --only altered; then set engine.proven"
+        problem = "alters the log-probs that are trained on, and engine.proven lacks it for this model and vLLM"
+        command = "bash cluster/gpu_check.sh --only altered --model MODEL"
+        return problem, f"measure it on a GPU: {command}; then set engine.proven"
     if gap.mean > bounds.mean or gap.most > bounds.most:
         gaps = f"{gap.mean:.2g} in the mean and {gap.most:.2g} (99 %)"
         return f"moves log-probs by {gaps}, more than weight_sync.tolerance allows", "remove it"
     return "", ""
 
 
-def _gap(config: EngineConfig, section: str, name: str, value: Any) -> OptionGap | None:
-    """Return the proven gap of an option; None if none is proven with this release of vLLM."""
+def _gap(config: EngineConfig, section: str, name: str, value: Any, model: str | None) -> OptionGap | None:
+    """Return the gap of an option that a GPU has proven with this model and this release of vLLM; None without one."""
     if config.proven is None:
         return None
     try:
@@ -125,8 +179,9 @@ def _gap(config: EngineConfig, section: str, name: str, value: Any) -> OptionGap
     except (OSError, ValueError, TypeError) as error:
         problem, remedy = f"is not a file of cluster/gpu_check.sh: {first_line(error)}", "correct the path"
         raise ConfigError(problem, remedy, field=f"{section}.proven", value=str(config.proven)) from None
-    asked = name, value, vllm_release()
-    return next((gap for gap in reversed(gaps) if (gap.option, gap.value, gap.vllm) == asked), None)
+    asked = find_model(model, "model.path") if model else None, name, value, vllm_release()
+    proven = (gap for gap in reversed(gaps) if gap.gpu != "none")
+    return next((gap for gap in proven if (gap.model, gap.option, gap.value, gap.vllm) == asked), None)
 
 
 def vllm_release() -> str:
@@ -147,7 +202,7 @@ def engine_arguments(
         "dtype": dtype,
         "seed": seed,
         "max_model_len": max_length,
-        "max_num_seqs": config.max_running,
+        "max_num_seqs": config.max_running if config.gpus else config.most_running,
         "tensor_parallel_size": config.tensor_parallel,
         # The default inside a placement group needs one bundle per GPU; child processes see all GPUs of this actor's
         # one bundle.
@@ -170,7 +225,7 @@ def engine_arguments(
             # cannot be rewound.
             "enable_chunked_prefill": False,
             "block_size": 32,  # a prefix is shared in whole blocks, which have 128 tokens otherwise
-            "max_num_batched_tokens": config.max_running * max_length,
+            "max_num_batched_tokens": config.most_running * max_length,
         }
     if sees:
         # No cache of processed images: it is cleared when weights change, and requests in flight would miss theirs.

@@ -20,6 +20,7 @@ from rayrft.config.explorer import EngineConfig
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ConfigError, ModelError, RequestRefused, first_line
 from rayrft.explorer.engines.arguments import engine_arguments
+from rayrft.explorer.engines.core_output import printed_bytes, start_failure
 from rayrft.explorer.engines.exchange import Alternatives, Answering, Capacity, Chunk, Completion, Request, Stream
 from rayrft.runtime.handle import Watched, once
 from rayrft.runtime.loading import LoadProgress
@@ -85,7 +86,7 @@ class RolloutEngine(Answering, Watched):
         """Load the model from a Hugging Face folder or hub id; return when the engine can answer, or sleeps until it
         gets weights if ``config.sleep`` is set. ``structured``: its answers may be asked to follow a JSON schema.
         ``lent``: its GPUs, where trainer ranks have them in Ray's books."""
-        _prepare_environment(config)
+        prepare_environment(config)
         if lent:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(lent)
         self._images = await asyncio.to_thread(ImageReader, model) if takes_images(model) else None
@@ -98,6 +99,7 @@ class RolloutEngine(Answering, Watched):
             sees=self._images is not None,
             structured=structured,
         )
+        before = printed_bytes()
         try:
             # In a thread, so that the actor answers meanwhile. The core ends with its thread, which the loop keeps.
             self._engine = await asyncio.to_thread(self._create, arguments)
@@ -106,6 +108,8 @@ class RolloutEngine(Answering, Watched):
                 raise
             remedy = "correct them, or remove them"
             raise ConfigError(first_line(error), remedy, field="engine.options", value=config.options) from None
+        except RuntimeError as error:
+            raise start_failure(_own_name(), before) or error from None
         await self._engine.update_weight_version("0")
         self._answers, self._loading = True, None
         self._watch_core()
@@ -368,17 +372,21 @@ def _alternatives(scores: Scores, count: int) -> tuple[Alternatives, ...]:
     return tuple(tuple((token, each.logprob) for token, each in best) for best in ranked)
 
 
-def _core_ended() -> ActorDied:
+def _own_name() -> str:
     name = ray.get_runtime_context().get_actor_name() or "engine"
+    return name.rpartition(":")[2]
+
+
+def _core_ended() -> ActorDied:
     remedy = "see its log in the Ray dashboard"
-    return ActorDied("the engine's core process ended", remedy, field=name.rpartition(":")[2])
+    return ActorDied("the engine's core process ended", remedy, field=_own_name())
 
 
 def _refused(problem: str, value: Any) -> RequestRefused:
     return RequestRefused(problem, "check the requests of the workflow", field="request", value=value)
 
 
-def _prepare_environment(config: EngineConfig) -> None:
+def prepare_environment(config: EngineConfig) -> None:
     """Set the environment variables that vLLM reads when it is imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -46,7 +46,7 @@ class AskedModel:
     def on_engines(cls, chat: ChatModel, config: AuxiliaryConfig) -> AskedModel:
         """Return an auxiliary model, with at most as many requests in flight as its engines decode."""
         identity = f"{config.model} {config.temperature} {config.max_tokens} {config.max_length}"
-        return cls(chat, config.engine.count * config.engine.max_running, identity)
+        return cls(chat, config.engine.count * config.engine.most_running, identity)
 
     @classmethod
     def at_endpoint(cls, config: EndpointConfig) -> AskedModel:
