@@ -36,6 +36,7 @@ from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import Task, unpack
 from rayrft.files import Room
+from rayrft.registry import load_plugins
 from rayrft.runtime.handle import Watched
 from rayrft.runtime.waits import WaitReport
 
@@ -45,6 +46,7 @@ class Buffer(Watched):
 
     ``run`` is the id of the run whose log is in ``folder``. ``tasks`` creates the task set; ``limits`` are the model's.
     ``logged`` is the result of `flush` in the checkpoint to resume from. Writes wait ``room_s`` on a full disk.
+    ``plugins`` may register samplers and scores.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class Buffer(Watched):
         limits: Limits = Limits(),  # noqa: B008 - frozen
         logged: Sequence[int] = (0, 0),
         room_s: float = 0.0,
+        plugins: Sequence[Path] = (),
     ) -> None:
+        load_plugins(plugins)
         self.store = Store(run, folder, config, seed, tasks() if tasks else None, Position(*logged))
         self.state = self.store.state
         self._experts = ExpertBlocks(self.store.storage, self.state)

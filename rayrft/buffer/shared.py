@@ -7,7 +7,7 @@ attempt held, and no task is issued twice.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,10 +61,19 @@ class SharedStatus:
 
 
 class SharedBuffer(Buffer):
-    """A Buffer that outlives the jobs that meet at it. ``folder`` and ``config`` are those of the first of them."""
+    """A Buffer that outlives the jobs that meet at it. ``folder``, ``config`` and ``plugins`` are those of the first of
+    them."""
 
-    def __init__(self, name: str, folder: Path, config: BufferConfig, seed: int, room_s: float = 0.0) -> None:
-        super().__init__(f"buffer {name}", folder, config, seed, room_s=room_s)
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        config: BufferConfig,
+        seed: int,
+        room_s: float = 0.0,
+        plugins: Sequence[Path] = (),
+    ) -> None:
+        super().__init__(f"buffer {name}", folder, config, seed, room_s=room_s, plugins=plugins)
         self._name = name
         self._check_rows()
 

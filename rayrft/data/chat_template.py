@@ -104,7 +104,7 @@ class ChatTemplate:
         Raises DataError if the template rejects the messages, and ModelError if it is not Jinja.
         """
         if tools and not self.takes_tools:
-            remedy = "describe them in the system message, or give the tokenizer a template that does"
+            remedy = "describe them in the system message, or give a template that does (model.template.file)"
             raise DataError("the chat template shows no tools", remedy)
         for name in options or ():
             if not self.has_option(name):

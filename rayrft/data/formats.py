@@ -147,10 +147,10 @@ def open_rows(path: Path, field: str) -> RowFiles:
     if (path / "state.json").is_file():
         return RowFiles(path, field, _saved_files(path, field))
     inside = sorted(path.iterdir())
-    for kind in ROW_SUFFIXES:
-        if files := [file for file in inside if row_kind(file) == kind]:
-            return RowFiles(path, field, files)
     split = [each.name for each in inside if (each / "state.json").is_file()]
+    for kind in ROW_SUFFIXES:
+        if not split and (files := [file for file in inside if row_kind(file) == kind]):
+            return RowFiles(path, field, files)
     problem = f"the folder holds the splits {split} of a data set" if split else "the folder holds no files of rows"
     remedy = f"give one of them: {path / split[0]}" if split else f"files end in {', '.join(ROW_SUFFIXES)}"
     raise DataError(problem, remedy, field=field, value=str(path))

@@ -135,7 +135,7 @@ def _loading(config: RowsConfig, field: str) -> Iterator[None]:
         raise _unloadable(error, config, field) from None
 
 
-_COPY = "give a folder with a copy, or files of its rows (source: file)"
+_COPY = "give a folder with a copy, or files of its rows by path:"
 _REMEDIES = {
     "gated": "ask for access on its page, and give the token of your account in HF_TOKEN, or by: hf auth login",
     "doesn't exist on the Hub": f"check its id; if it is private, give a token in HF_TOKEN; or {_COPY}",
@@ -157,7 +157,10 @@ def _unloadable(error: Exception, config: RowsConfig, field: str) -> DataError:
     elif isinstance(error, ConnectionError) and "gated" not in message:
         remedy = f"connect to the network (HF_HUB_OFFLINE unset), load it once into the cache (HF_HOME), or {_COPY}"
     elif remedy is None:
-        message, remedy = cause, "give its id on the Hugging Face hub, or a folder with a copy; check its files"
+        message = cause
+        remedy = (
+            "give its id on the hub, a token in HF_TOKEN if it is private, or a folder with a copy; check its files"
+        )
     return DataError(f"the data set cannot be loaded: {message}", remedy, field=f"{field}.{key}", value=value)
 
 

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import math
 import os
+import re
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -114,9 +115,11 @@ class Agent(Applications):
 
     def __init__(self, agent: str, processes: int = 64, tool_calls: str = "auto", history: History = "sampled") -> None:
         module, _, function = agent.partition(":")
-        if not function or not _is_found(module):
+        if not function or not _is_found(module, function):
             remedy = "list its file under plugins, or give package.module:function of an installed one"
-            raise ConfigError("no such module" if function else "names no function", remedy, field="agent", value=agent)
+            raise ConfigError(
+                "no such function" if function else "names no function", remedy, field="agent", value=agent
+            )
         super().__init__(pool(partial(_Function, module, function), processes, _import_client), tool_calls, history)
 
 
@@ -151,8 +154,13 @@ def _import_client() -> None:
         importlib.import_module("openai")
 
 
-def _is_found(module: str) -> bool:
+def _is_found(module: str, name: str) -> bool:
+    """Return whether there is a module whose source has a name, without importing it."""
+    if module in sys.modules:
+        return hasattr(sys.modules[module], name)
     try:
-        return module in sys.modules or importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):  # of a package that it is in
         return False
+    source = getattr(spec.loader, "get_source", lambda name: None)(module) if spec is not None else ""
+    return source is None or re.search(rf"\b{re.escape(name)}\b", source) is not None

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from rayrft.errors import ConfigError
@@ -20,7 +20,8 @@ class TrlReward:
     """A function for TRL's GRPOTrainer: ``function(prompts, completions, completion_ids, **columns)``, also ``async``,
     each argument a list. None is an unknown reward.
 
-    It is called for each answer alone. ``columns`` are those of the task's row, and its ``images`` (PIL). Prompts and
+    It is called for each answer alone. ``columns`` are those of the task's row, its ``images`` (PIL), and
+    ``answer``, if the function takes one. Prompts and
     completions are messages, or texts unless ``conversational``. What it logs by ``log_metric`` are components of the
     reward; ``log_extra`` keeps nothing, and ``trainer_state`` is None. Source: `GRPOTrainer._calculate_rewards` of trl
     1.16.
@@ -38,6 +39,8 @@ class TrlReward:
             turns = [dict(turn) for turn in transcript.turns]
             prompt, completion = turns[: len(task.messages)], turns[len(task.messages) :]
         columns = dict(task.metadata)
+        if "answer" in inspect.signature(self._function).parameters:
+            columns.setdefault("answer", task.answer)
         if task.images:
             from PIL import Image
 
@@ -96,6 +99,7 @@ def _imported(path: str) -> Callable[..., Any]:
         raise ConfigError(problem, "give package.module:function", field="reward.options.function", value=path)
     function = rewards.get(path, "reward.options.function")
 
+    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         found = function(*args, **kwargs)
         if not inspect.iscoroutine(found):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,13 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.groups import GroupTable
 from rayrft.buffer.samplers import Candidates, draw, draw_oldest, eligible, samplers
 from rayrft.buffer.schedule import Draw
 from rayrft.buffer.scores import check_scores, scores
+from rayrft.buffer.shared import SharedBuffer
 from rayrft.config.buffer import SamplerConfig
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Experience, to_batch
+from tests.buffer.in_process import small
 from tests.buffer.rows import group, stored_group
 from tests.errors import about
 
@@ -168,6 +172,20 @@ def test_an_unknown_sampler_names_the_nearest_and_an_own_one_is_found_by_its_pat
     with pytest.raises(ConfigError, check=about("buffer.sampler.name", "prioritized")):
         samplers.get("prioritized", "buffer.sampler.name")
     assert samplers.get("rayrft.buffer.samplers:draw_oldest") is draw_oldest
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_buffer_knows_the_samplers_of_plugins(tmp_path: Path, shared: bool) -> None:
+    name, plugin = f"of_a_plugin_{shared}", tmp_path / f"plugin_{shared}.py"
+    lines = ("from rayrft.buffer.samplers import draw_oldest, samplers", f"samplers.register('{name}')(draw_oldest)")
+    plugin.write_text("\n".join(lines))
+    config = small(sampler={"name": name})
+    with pytest.raises(ConfigError, check=about("buffer.sampler.name", name)):
+        Buffer("run", tmp_path / "without", config, 0)
+    if shared:
+        SharedBuffer("b", tmp_path / "with", config, 0, plugins=[plugin])
+    else:
+        Buffer("run", tmp_path / "with", config, 0, plugins=[plugin])
 
 
 def twice_the_first(groups: Candidates, count: int, *_: object) -> Draw:

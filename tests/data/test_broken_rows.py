@@ -184,5 +184,7 @@ def test_a_file_that_cannot_be_read_is_named(
     path.parent.mkdir(exist_ok=True, parents=True)
     if content is not None:
         path.write_text(content)
+    if path.parent.name == "train":  # as `DatasetDict.save_to_disk` writes it
+        (path.parent.parent / "dataset_dict.json").write_text('{"splits": ["train"]}')
     with pytest.raises(DataError, match=message):
         load(tmp_path / name.split("/")[0], tokenizer)

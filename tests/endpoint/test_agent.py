@@ -202,7 +202,13 @@ async def test_waiting_for_a_process_spends_no_deadline(tiny_model: Path) -> Non
         assert ran.policy.aborted == 1
 
 
-@pytest.mark.parametrize("agent", ["tests.endpoint.applications", "tests.endpoint.no:main", "no.package:main", ":main"])
+APPLICATIONS = "tests.endpoint.applications"
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [APPLICATIONS, f"{APPLICATIONS}:nope", "tests.errors:nope", "tests.endpoint.no:main", "no.package:main", ":main"],
+)
 async def test_an_application_that_cannot_be_imported_is_an_error_before_the_start(agent: str) -> None:
     with pytest.raises(ConfigError, check=about("agent")):
         Agent(agent)

@@ -86,6 +86,16 @@ def test_a_function_for_trl_gives_the_values_that_trl_computes(name: str, conver
         assert ours[0].components == {"right": 1.0}
 
 
+def answers(prompts: list[Any], completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    return [float(answer == ["5"])]
+
+
+def test_a_function_for_trl_that_takes_an_answer_gets_the_tasks_own_where_its_row_has_none() -> None:
+    reward, said = build_reward("trl", {"function": "tests.rewards.test_functions:answers"}), transcripts()[0]
+    assert score_inline(reward, Task.create("sums", "2 + 3?", "5"), said).value == 1.0
+    assert score_inline(reward, tasks()[0], said).value == 0.0, "the row's column comes first"
+
+
 def test_a_function_for_trl_sees_the_images_of_its_task(tmp_path: Path) -> None:
     Image.new("RGB", (16, 8)).save(tmp_path / "a.png")
     task = Task.create("seen", "How wide?", "16", images=(str(tmp_path / "a.png"),))

@@ -40,6 +40,7 @@ class BufferPart(Part[Buffer]):
                 prepared.limits,
                 self.run.logged,
                 config.monitor.stall_s / 2,
+                config.plugins,
             )
         # Without an Explorer, groups come when they come.
         serving = config.mode == "serve" and config.records_sessions

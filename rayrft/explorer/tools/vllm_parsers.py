@@ -33,7 +33,10 @@ from rayrft.runtime.processes.pool import ProcessPool
 _CALL_IDS = re.compile(r"\[CALL_ID\]\w+(?=\[ARGS\])")
 """Ids in calls of Mistral's models, which vLLM's parser would take for parts of names."""
 _START_S, _DEADLINE_S = 300.0, 60.0
-_REMEDY = "name the format in which the model writes calls, or add one of your own with register_call_format"
+_REMEDY = (
+    "name the format in which the model writes calls, such as hermes, json or one of vLLM's parsers, or add one of "
+    "your own with register_call_format"
+)
 _Reading = tuple[str, Tools]
 
 
@@ -158,7 +161,9 @@ class VllmCalls(CallFormat):
             spare=1,
             deadline_s=_DEADLINE_S,
             start_s=_START_S,
-            failure=lambda why: ConfigError(f"no parser of calls: {why}", _REMEDY, field=field, value=self.name),
+            failure=lambda why: ConfigError(
+                str(why).rpartition("LookupError: ")[2], _REMEDY, field=field, value=self.name
+            ),
         )
 
     @classmethod
