@@ -145,7 +145,13 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
         version = answer(follower.call(WeightFollower.start, workers), "follower", stall_s)
         say(f"serves version {version}, and follows")
         settings = EndpointSettings(
-            http, http.model_name or config.name, model.max_length, config.explorer.sampling, keys, model.template
+            http,
+            http.model_name or config.name,
+            model.max_length,
+            config.explorer.sampling,
+            keys,
+            model.template,
+            plugins=tuple(config.plugins),
         )
         owner, served = Owner(NAMESPACE, actor_name(name, "follower")), actor_name(name, "serve")
         arguments = path, settings, Owner(NAMESPACE, actor_name(name, "engine_pool")), None

@@ -33,6 +33,7 @@ from rayrft.explorer.engines import exchange
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling, Session, TokenCallback
 from rayrft.explorer.tools.call_formats import CallFormat, HermesCalls, JsonCalls, instructed
 from rayrft.explorer.tools.vllm_parsers import open_call_format
+from rayrft.registry import load_plugins
 from rayrft.runtime.serving.http import ApiError, api_error, client_gone, unless_gone
 from rayrft.runtime.waits import cancel
 
@@ -77,6 +78,7 @@ class Responder:
         tokenizer: ChatTokenizer,
         settings: EndpointSettings,
     ) -> None:
+        load_plugins(settings.plugins)
         self.engines = engines
         self.sessions = sessions
         self._tokenizer = tokenizer

@@ -25,3 +25,5 @@ class EndpointSettings:
     """Whether requests may name any model."""
     trace: Path | None = None
     """The run folder, if replicas record when engines work for them."""
+    plugins: tuple[Path, ...] = ()
+    """Files that may register the format of calls."""

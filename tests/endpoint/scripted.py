@@ -145,14 +145,14 @@ async def serve(
     max_length: int = MAX_LENGTH,
     keys: tuple[str, ...] = ("sk-0", KEY),
     sessions: SessionStore | None = None,
+    plugins: tuple[Path, ...] = (),
     **config: Any,
 ) -> AsyncIterator[Served]:
     """Serve a scripted policy with the tokenizer of a folder."""
     tokenizer = ChatTokenizer(folder)
     policy, book = Policy(tokenizer, say), LocalSessions()
-    settings = EndpointSettings(
-        ServeConfig(**config), MODEL, max_length, SamplingConfig(max_tokens=64), tuple(map(key_digest, keys))
-    )
+    sampling, digests = SamplingConfig(max_tokens=64), tuple(map(key_digest, keys))
+    settings = EndpointSettings(ServeConfig(**config), MODEL, max_length, sampling, digests, plugins=plugins)
     endpoint = PolicyEndpoint(Responder(policy, sessions or book, tokenizer, settings))
     server = uvicorn.Server(uvicorn.Config(endpoint.app(), port=0, log_level="warning", lifespan="off"))
     running = asyncio.create_task(server.serve())

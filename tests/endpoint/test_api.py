@@ -10,8 +10,6 @@ from typing import Any
 import openai
 import pytest
 
-from rayrft.data.chat_template import Tools
-from rayrft.explorer.tools.call_formats import HermesCalls, MalformedCall, ToolCall, register_call_format
 from rayrft.runtime.serving import key_digest
 from tests.endpoint.scripted import CHAT, MAX_LENGTH, MODEL, TOOL, USER, Served, serve
 
@@ -283,14 +281,22 @@ async def test_a_call_that_cannot_be_read_is_shown_as_it_is(tiny_model: Path) ->
         assert "".join(each.delta.content or "" for chunk in chunks for each in chunk.choices) == "<tool_call>{oh no"
 
 
+RAISING = """
+from rayrft.explorer.tools.call_formats import HermesCalls, register_call_format
+
 @register_call_format("raising")
 class Raising(HermesCalls):
-    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | MalformedCall]:
+    async def read_answer(self, answer, tools):
         raise KeyError("arguments")
+"""
 
 
-async def test_an_answer_on_which_a_format_of_ones_own_raises_is_text_and_counted(tiny_model: Path) -> None:
-    async with serve(tiny_model, lambda prompt: "<tool_call>", max_length=600, tool_calls="raising") as served:
+async def test_an_answer_on_which_a_format_of_ones_own_raises_is_text_and_counted(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    (plugin := tmp_path / "raising.py").write_text(RAISING)
+    settings: dict[str, Any] = {"max_length": 600, "tool_calls": "raising", "plugins": (plugin,)}
+    async with serve(tiny_model, lambda prompt: "<tool_call>", **settings) as served:
         answer = await served.client.chat.completions.create(model=MODEL, messages=USER, tools=[TOOL])
         message = answer.choices[0].message
         assert message.content == "<tool_call>" and not message.tool_calls

@@ -69,6 +69,7 @@ class KeeperPart(Part[SessionKeeper]):
             prepared.key_digests,
             model.template,
             trace=config.trace_folder,
+            plugins=tuple(config.plugins),
         )
         pool = Owner(NAMESPACE, actor_name(config.name, "engine_pool"))
         keeper = actor_name(config.name, self.name) if self.actors else None
