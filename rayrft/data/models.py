@@ -28,7 +28,7 @@ def find_model(path: str, field: str) -> str:
             return path
         except (OSError, ValueError) as error:
             problem = f"no such model: {first_line(error)}"
-    remedy = "give a folder in Hugging Face format, or the id of a model on the hub"
+    remedy = "give a folder in Hugging Face format, or the id of a model on the hub, which the network or the cache has"
     raise ModelError(problem, remedy, field=field, value=path)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from rayrft.errors import ConfigError, ModelError
+from rayrft.errors import ConfigError, ModelError, first_line
 from rayrft.experience import Task
 from rayrft.rewards.base import RewardResult, StepReward, Transcript, imports, register_reward
 
@@ -45,7 +45,8 @@ class _Classifier(ABC):
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, revision=revision)
             loaded = classifier.from_pretrained(path, revision=revision, dtype=getattr(torch, dtype))
         except (OSError, ValueError) as error:
-            raise _refused(model, labels, f"cannot be loaded as a {of.lower()} classifier: {error}") from None
+            problem = f"cannot be loaded as a {of.lower()} classifier: {first_line(error)}"
+            raise _refused(model, labels, problem) from None
         if loaded.config.num_labels != labels:
             raise _refused(model, labels, f"has {loaded.config.num_labels} outputs instead of {labels}")
         if not self._tokenizer.chat_template:
