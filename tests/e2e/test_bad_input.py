@@ -111,7 +111,9 @@ class TestModelAndReward:
         shown = prepare(
             load_config(small_config(tmp_path, "served"), {**given, "serve": {"record": False}}), "run"
         ).notices
-        found = "serve.tool_calls: " + ("no parser of calls" if tools else "the chat template shows calls and no tools")
+        found = "serve.tool_calls: " + (
+            "none of vLLM's parsers" if tools else "the chat template shows calls, but no tools"
+        )
         assert any(notice.startswith(found) for notice in shown), shown
         if tools:
             with pytest.raises(ConfigError, check=about("explorer.workflow_options.tool_calling")) as refused:

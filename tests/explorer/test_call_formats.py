@@ -28,7 +28,6 @@ from rayrft.explorer.tools.call_formats import (
     call_formats,
     calls_of,
     instructed,
-    instructions_of,
     probe_template,
 )
 from rayrft.explorer.tools.vllm_parsers import (
@@ -332,7 +331,7 @@ async def test_a_model_whose_template_shows_calls_but_no_tools_is_told_to_write_
 ) -> None:
     known = tokenizer(name)
     form, probe = await open_call_format("auto", known, "form"), probed(known)
-    assert form.instructions.endswith(probe.text) and form.instructions == instructions_of("auto", known)
+    assert form.instructions.endswith(probe.text)
     [system, _] = instructed([{"role": "user", "content": "?"}], PROBE_TOOLS, form.instructions)
     assert '"name": "get_weather"' in system["content"] and probe.text in system["content"]
     call = {"name": "look", "arguments": {"at": "it"}}

@@ -7,7 +7,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -170,16 +169,6 @@ def probe_template(tokenizer: ChatTokenizer) -> Probe | None:
         if text is not None and all(each.arguments["city"] in text and each.name in text for each in calls):
             return Probe(text, tuple(calls))
     return None
-
-
-@cache
-def instructions_of(name: str, tokenizer: ChatTokenizer) -> str:
-    """Return the instructions of a format by name where the chat template shows no tools: calls as the template shows
-    them, if it does, for formats that are not registered."""
-    if name in call_formats:
-        return call_formats.get(name).instructions
-    probe = probe_template(tokenizer)
-    return HermesCalls.instructions if probe is None else f"To call tools, write as in this example:\n{probe.text}"
 
 
 def _json_calls(answer: str) -> Iterator[ToolCall | MalformedCall]:

@@ -24,7 +24,6 @@ from rayrft.explorer.tools.call_formats import (
     ToolCall,
     call_formats,
     calls_of,
-    instructions_of,
     probe_template,
 )
 from rayrft.runtime.processes.calls import CallQueue
@@ -64,8 +63,8 @@ async def open_call_format(name: str, tokenizer: ChatTokenizer, field: str) -> C
     """Return a format by name: a registered one, ``auto``, or that of one of vLLM's tool parsers.
 
     ``auto`` is the first format that reads back what the chat template shows of calls: of those of this package, then
-    of vLLM's parsers; ``hermes`` if the template shows none. Raises ConfigError if there is no such parser, or none
-    reads the template's calls.
+    of vLLM's parsers; ``hermes`` if the template shows none, or no tools and none reads its calls. Raises ConfigError
+    if there is no such parser, or none reads the template's calls.
     """
     if name in call_formats:
         return call_formats.get(name, field)()
@@ -77,6 +76,10 @@ async def open_call_format(name: str, tokenizer: ChatTokenizer, field: str) -> C
             form = call_formats.get(each)()
             if await form.read(probe.text, PROBE_TOOLS) == list(probe.calls):
                 return form
+        if not tokenizer.template.takes_tools:  # the model is told how to call any
+            with contextlib.suppress(ConfigError):
+                return await VllmCalls.open(tokenizer, None, probe, field)
+            return HermesCalls()
     return await VllmCalls.open(tokenizer, None if name == "auto" else name, probe, field)
 
 
@@ -85,12 +88,13 @@ async def check_template(tokenizer: ChatTokenizer, field: str) -> str | None:
     nothing reads the calls that the chat template shows."""
     form = await open_call_format("auto", tokenizer, field)
     await form.close()
-    template, shows = tokenizer.template, probe_template(tokenizer) is not None
-    guess = "" if shows else ": calls are read as hermes"
+    template, probe = tokenizer.template, probe_template(tokenizer)
     if template.takes_tools:
-        return f"{field}: the chat template shows tools, but no calls{guess}" if guess else None
-    shown = "calls, but no tools, which are described as text"
-    return f"{field}: the chat template shows {shown}{guess}" if template.shows_tool_calls else None
+        shown = None if probe is not None else "tools, but no calls"
+    else:
+        shown = "calls, but no tools, which are described as text" if template.shows_tool_calls else None
+    guess = ": calls are read as hermes" if isinstance(form, HermesCalls) else ""
+    return f"{field}: the chat template shows {shown}{guess}" if shown is not None else None
 
 
 class HostedParser:
@@ -153,7 +157,7 @@ class VllmCalls(CallFormat):
         self.name, self.begins = name or "auto", probe.begins if probe is not None else ""
         self._tokenizer = tokenizer
         if probe is not None and not tokenizer.template.takes_tools:
-            self.instructions = instructions_of(self.name, tokenizer)
+            self.instructions = f"To call tools, write as in this example:\n{probe.text}"
         self._queue = CallQueue[_Reading, list[tuple[str, str]]](
             pool,
             lambda worker, calls: worker.call("read", [call.argument for call in calls], deadline_s=_DEADLINE_S),

@@ -12,11 +12,12 @@ from rayrft.experience import TRUNCATED, Task
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.tools.call_formats import (
     CallFormat,
+    HermesCalls,
     MalformedCall,
     ToolCall,
     as_response,
+    call_formats,
     instructed,
-    instructions_of,
 )
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.explorer.tools.toolbox import Toolbox, ToolLimits, ToolResult
@@ -55,18 +56,23 @@ class ToolCalling:
         self.call_format, self._max_turns = form, max_turns
         self._opening: asyncio.Future[CallFormat] | None = None
 
-    def opening(self, task: Task, tokenizer: ChatTokenizer) -> tuple[list[_Message], Tools]:
-        """Return the messages and tools of a task's first prompt."""
+    def opening(
+        self, task: Task, tokenizer: ChatTokenizer, form: CallFormat | None = None
+    ) -> tuple[list[_Message], Tools]:
+        """Return the messages and tools of a task's first prompt, with the instructions of a form of calls, if the chat
+        template needs some: by default those that are known without a parser of vLLM's."""
         if tokenizer.template.takes_tools:
             return task.messages, self._toolbox.schemas
-        return instructed(task.messages, self._toolbox.schemas, instructions_of(self.call_format, tokenizer)), ()
+        if form is None:
+            form = call_formats.get(self.call_format)() if self.call_format in call_formats else HermesCalls()
+        return instructed(task.messages, self._toolbox.schemas, form.instructions), ()
 
     async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> Trajectory:
         if self._opening is None:
             opening = open_call_format(self.call_format, model.tokenizer, "explorer.workflow_options.tool_calling.form")
             self._opening = asyncio.ensure_future(opening)
         form = await asyncio.shield(self._opening)
-        messages, schemas = self.opening(task, model.tokenizer)
+        messages, schemas = self.opening(task, model.tokenizer, form)
         trajectory = model.start(messages, task.images, schemas)
         async with self._toolbox.session() as session:
             for _ in range(self._max_turns - 1):
