@@ -76,7 +76,7 @@ async def open_call_format(name: str, tokenizer: ChatTokenizer, field: str) -> C
             form = call_formats.get(each)()
             if await form.read(probe.text, PROBE_TOOLS) == list(probe.calls):
                 return form
-        if not tokenizer.template.takes_tools:  # the model is told how to call any
+        if not tokenizer.template.takes_tools:  # the prompt says how to call any
             with contextlib.suppress(ConfigError):
                 return await VllmCalls.open(tokenizer, None, probe, field)
             return HermesCalls()

@@ -60,7 +60,7 @@ class ToolCalling:
         self, task: Task, tokenizer: ChatTokenizer, form: CallFormat | None = None
     ) -> tuple[list[_Message], Tools]:
         """Return the messages and tools of a task's first prompt, with the instructions of a form of calls, if the chat
-        template needs some: by default those that are known without a parser of vLLM's."""
+        template needs some: by default those of a form of this package."""
         if tokenizer.template.takes_tools:
             return task.messages, self._toolbox.schemas
         if form is None:
