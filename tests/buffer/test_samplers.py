@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections import Counter
 from itertools import permutations
 from pathlib import Path
@@ -176,7 +177,7 @@ def test_an_unknown_sampler_names_the_nearest_and_an_own_one_is_found_by_its_pat
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_buffer_knows_the_samplers_of_plugins(tmp_path: Path, shared: bool) -> None:
-    name, plugin = f"of_a_plugin_{shared}", tmp_path / f"plugin_{shared}.py"
+    name, plugin = f"of_a_plugin_{uuid.uuid4().hex}", tmp_path / "plugin.py"
     lines = ("from rayrft.buffer.samplers import draw_oldest, samplers", f"samplers.register('{name}')(draw_oldest)")
     plugin.write_text("\n".join(lines))
     config = small(sampler={"name": name})
