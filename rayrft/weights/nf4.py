@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,11 @@ def dequantise(quantised: Tensor) -> Tensor:
     size = BLOCK // 2 // quantised.dtype.itemsize + 1
     blocks = quantised.reshape(len(quantised), quantised.shape[1] // size, size)
     codes, scales = blocks[..., :-1].contiguous().view(torch.uint8), blocks[..., -1:]
-    values = torch.tensor(_VALUES, dtype=torch.float32, device=quantised.device)
-    pairs = torch.stack((values.repeat_interleave(len(values)), values.repeat(len(values))), -1)
-    return (pairs[codes.int()].flatten(-2) * scales.float()).to(quantised.dtype).flatten(-2)
+    return (_pairs(quantised.device)[codes.int()].flatten(-2) * scales.float()).to(quantised.dtype).flatten(-2)
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """Return the two values of each byte of codes, ``[256, 2]``. Once a device: a copy to a GPU waits for it."""
+    values = torch.tensor(_VALUES, dtype=torch.float32, device=device)
+    return torch.stack((values.repeat_interleave(len(values)), values.repeat(len(values))), -1)
