@@ -278,9 +278,10 @@ class EngineRole(Part[Any]):
         ranks beside it may have died while it measured their GPU."""
         async with self.room():
             starts = [start for group in self.groups.values() for start in group.start()]
-            failures = await asyncio.gather(*starts, return_exceptions=True)
+            # A run that starts fails at once, whatever the others still load.
+            failures = await asyncio.gather(*starts, return_exceptions=self.run.taken_over)
         for engine, failure in zip(self.create(), failures, strict=True):
-            if failure is not None and self.run.taken_over:
+            if failure is not None:
                 engine.kill()
         for failure in filter(None, failures):
             raise failure
