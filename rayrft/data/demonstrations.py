@@ -19,9 +19,9 @@ import pyarrow.compute as pc
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
 from rayrft.config.seeds import generator
 from rayrft.data.chat_template import Tools
+from rayrft.data.conversations import Side, displayed, read_conversations
 from rayrft.data.formats import ParsedRow, SkippedRows, answer_text, as_list, broken_rows, finite, rows_of, value_at
 from rayrft.data.images import image_paths
-from rayrft.data.layouts import Side, conversations, displayed
 from rayrft.data.row_sources import open_source
 from rayrft.data.tables import ordered_blocks
 from rayrft.data.tokenizer import ChatTokenizer
@@ -78,7 +78,7 @@ class RowEncoder:
         """Return the row's experiences, or the rule that excludes it. Raises DataError if it is broken."""
         if isinstance(row, str):
             raise DataError(row)
-        read = conversations(row, self.form)
+        read = read_conversations(row, self.form)
         self.layouts[read.layout] += 1
         pictures = [*as_list(value_at(row, self.form.images)), *read.pictures]
         images = image_paths(pictures, self.base, self.form.images_folder)

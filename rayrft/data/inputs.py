@@ -8,9 +8,9 @@ from contextlib import closing, suppress
 from itertools import islice
 
 from rayrft.config import RunConfig
+from rayrft.data.conversations import read_conversations
 from rayrft.data.demonstrations import RowEncoder, demonstrate, from_source, from_tasks, held_out_name, hold_out
 from rayrft.data.formats import ParsedRow
-from rayrft.data.layouts import conversations
 from rayrft.data.row_sources import open_source
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.task_splits import TaskSplits
@@ -54,7 +54,7 @@ def demonstrated_text(config: RunConfig) -> list[str]:
         rows: Iterable[tuple[int, ParsedRow]] = open_source(spec, f"demonstrations.{name}").rows if spec.origins else ()
         for _, row in rows:
             with suppress(DataError):  # broken rows are reported when they become experiences
-                sides = conversations(row, spec).sides if isinstance(row, dict) else []
+                sides = read_conversations(row, spec).sides if isinstance(row, dict) else []
                 texts += [message["content"] for side in sides for message in side.messages]
     return texts
 

@@ -12,10 +12,11 @@ import numpy as np
 
 from rayrft.config.base import resolved
 from rayrft.config.tasks import TaskSourceConfig
+from rayrft.data.conversations import message_text, task_prompt
 from rayrft.data.episodes import read_gymnasium, read_verifiers
 from rayrft.data.formats import SkippedRows, answer_text, as_list, broken_rows, finite, value_at
 from rayrft.data.images import image_paths
-from rayrft.data.layouts import TASKS, TRUTH, RowLayout, message_text, recognise, task_prompt
+from rayrft.data.layouts import TASKS, TRUTH, RowLayout, recognise
 from rayrft.data.row_sources import NumberedRows, file_rows, ray_rows, split_rows
 from rayrft.data.task_files import read_tasks
 from rayrft.errors import DataError, RayrftError, nearest

@@ -12,7 +12,7 @@ import pytest
 
 from rayrft.config.demonstrations import RowFormat
 from rayrft.config.serve import FeedbackConfig
-from rayrft.data.layouts import conversations
+from rayrft.data.conversations import read_conversations
 from rayrft.errors import DataError
 from rayrft.feedback.exchange import FORMATS, LABEL_TOOLS, read_feedback, write_feedback
 from rayrft.feedback.items import ShownAnswer
@@ -50,7 +50,7 @@ def test_picks_and_rankings_become_preference_pairs_as_most_people_have_them(tmp
     rows = exported(tmp_path / "pairs.jsonl", "pairs")
     found = [(row["chosen"], row["rejected"], row["votes"]) for row in rows]
     assert found == [("c", "a", [2, 0]), ("c", "b\u2028", [1, 0]), ("a", "b\u2028", [1, 0])]
-    read = conversations(rows[0], RowFormat())
+    read = read_conversations(rows[0], RowFormat())
     assert read.layout.startswith("TRL preference: ") and read.paired
     assert [(side.chosen, side.messages) for side in read.sides] == [
         (True, [TURN, {"role": "assistant", "content": "c"}]),
@@ -66,13 +66,13 @@ def test_pairs_that_differ_before_the_last_answer_are_whole_conversations(tmp_pa
     longer = replace(ANSWERS["g/2"], turns=turns)
     done = write_feedback(known(SAID[2:3]), ANSWERS | {"g/2": longer}, tmp_path / "pairs.jsonl", "pairs")
     row = json.loads((tmp_path / "pairs.jsonl").read_text())
-    chosen, rejected = (side.messages for side in conversations(row, RowFormat()).sides)
+    chosen, rejected = (side.messages for side in read_conversations(row, RowFormat()).sides)
     assert done.rows == 1 and len(chosen) == 4 and [turn["content"] for turn in rejected] == ["Question g?", "a"]
 
 
 def test_edits_scores_and_thumbs_become_rows_to_train_on(tmp_path: Path) -> None:
     [edited] = exported(tmp_path / "rows.jsonl", "answers")
-    [side] = conversations(edited, RowFormat()).sides
+    [side] = read_conversations(edited, RowFormat()).sides
     assert (side.chosen, side.messages) == (None, [TURN, {"role": "assistant", "content": "Better."}])
     [labelled] = exported(tmp_path / "rows.jsonl", "labelled")
     assert (labelled["response"], labelled["label"], labelled["id"]) == ("a", False, "g/0")
