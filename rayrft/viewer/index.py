@@ -11,9 +11,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -256,26 +256,14 @@ class RowIndex:
         about["answers"] = {name: end for name, end in ends.items() if end <= sizes.get(name, -1)}
         stale = {*old.get("extents", ()), *old.get("answers", ())} - kept.keys() - about["answers"].keys()
         self._write(about, stale, places=table_of_places(state, experts))
-        stale, read = set[str](), list[pa.Table]()
-        for name, extent in {**extents, **experts}.items():
-            known = about["extents"].get(name)
-            before = Extent(*known) if known and known[2] <= extent.nbytes else None
-            if before == extent or not extent.rows:
-                continue
-            try:
-                batch = read_log_rows(storage, name, extent, before, LOGGED)
-            except StorageError as error:
-                about["damaged"][name] = str(error)
-                continue
-            about["extents"][name] = astuple(extent)
-            stale |= set() if before else {name}
-            read.append(table_of_rows(state, extent, batch, name, before.rows if before else 0, name in experts))
-            # The newest rows are shown at once.
-            if len(about["extents"]) == 1 or sum(rows.num_rows for rows in read) >= _WRITTEN:
-                self._write(about, stale, rows=pa.concat_tables(read))
-                stale, read = set(), []
-        if read:
-            self._write(about, stale, rows=pa.concat_tables(read))
+        parts = _new_rows(storage, state, {**extents, **experts}, experts.keys(), dict(kept))
+        with ThreadPoolExecutor(1, "log") as reading:  # the next rows are read while these are written
+            following = reading.submit(next, parts, None)
+            while (part := following.result()) is not None:
+                following = reading.submit(next, parts, None)
+                about["extents"] |= part.extents
+                about["damaged"] |= part.damaged
+                self._write(about, part.stale, rows=pa.concat_tables(part.rows) if part.rows else None)
         for path in self._answers:
             if lines := list(read_lines(path, _answer_row, about["answers"].get(path.name, 0))):
                 about["answers"][path.name] = lines[-1][0]
@@ -318,6 +306,41 @@ class RowIndex:
     def _read_about(self) -> dict[str, Any]:
         with self._database.cursor() as connection:
             return json.loads(connection.execute("select value from about").fetchall()[0][0])
+
+
+@dataclass
+class _Part:
+    """New rows of some files of the log."""
+
+    extents: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
+    stale: set[str] = field(default_factory=set)
+    """Files of which no row in the table counts any more."""
+    rows: list[pa.Table] = field(default_factory=list)
+
+
+def _new_rows(
+    storage: Storage, state: State, extents: dict[str, Extent], experts: Set[str], kept: dict[str, Any]
+) -> Iterator[_Part]:
+    """Read what the files have beyond the ``kept`` extents: of a new table the newest rows at once."""
+    part, least = _Part(), _WRITTEN if kept else 1
+    for name, extent in extents.items():
+        known = kept.get(name)
+        before = Extent(*known) if known and known[2] <= extent.nbytes else None
+        if before == extent or not extent.rows:
+            continue
+        try:
+            batch = read_log_rows(storage, name, extent, before, LOGGED)
+        except StorageError as error:
+            part.damaged[name] = str(error)
+            continue
+        part.extents[name] = astuple(extent)
+        part.stale |= set() if before else {name}
+        part.rows.append(table_of_rows(state, extent, batch, name, before.rows if before else 0, name in experts))
+        if sum(rows.num_rows for rows in part.rows) >= least:
+            yield part
+            part, least = _Part(), _WRITTEN
+    yield part
 
 
 def _answer_row(line: bytes) -> dict[str, Any] | None:
