@@ -26,10 +26,10 @@ class HttpConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
     """Ray Serve has one HTTP port in a cluster, which all services share, each under ``/<its name>``."""
-    proxy: Proxy = "ray"
-    """What accepts connections, once in a cluster. ``haproxy`` leads them straight to the replicas, which answer more
-    requests, and listen at all addresses of the head node, so that keys are required. Clients must repeat a request
-    whose connection ends, as the official ones do."""
+    proxy: Proxy | None = None
+    """What accepts connections, once in a cluster: HAProxy leads them straight to the replicas, which answer more
+    requests than behind Ray Serve's own proxy. Clients must repeat a request whose connection ends, as the official
+    ones do. ``null`` takes what accepts connections already, or HAProxy where Ray installs it."""
     keys_file: LocalPath | None = None
     """A file with one API key per line."""
     keys_env: str | None = None
@@ -52,8 +52,6 @@ class HttpConfig(Section):
         problem = "is reachable from other machines, and no key is required"
         if self.keys_file is None and self.keys_env is None and self.host not in LOCAL:
             raise invalid("host", problem, "give keys_file or keys_env, or use 127.0.0.1", value=self.host)
-        if self.keys_file is None and self.keys_env is None and self.proxy != "ray":
-            raise invalid("proxy", problem, "give keys_file or keys_env", value=self.proxy)
 
     @property
     def address(self) -> Address:

@@ -100,7 +100,7 @@ async def load(url: str, requests: int, clients: int, tokens: int) -> tuple[floa
 
 
 def main() -> None:
-    options = parse(__doc__, requests=400, clients=16, tokens=16, rounds=3, proxy=("ray", "serve.proxy of the run"))
+    options = parse(__doc__, requests=400, clients=16, tokens=16, rounds=3, proxy=("haproxy", "serve.proxy of the run"))
     start_ray()
     with (
         tempfile.TemporaryDirectory() as folder,

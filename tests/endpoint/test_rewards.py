@@ -180,7 +180,7 @@ async def test_what_takes_too_long_or_is_too_much_is_told_so_and_others_are_serv
         ({"reward.replicas": {"min": 2, "max": 1}}, "reward.replicas.max"),
         ({"serve.model_name": "x"}, "serve.model_name"),
         ({"serve.host": "0.0.0.0"}, "serve.host"),
-        ({"serve.proxy": "haproxy"}, "serve.proxy"),
+        ({"serve.proxy": "nginx"}, "serve.proxy"),
         ({"name": "a:b"}, "name"),
         ({"rewards": {}}, "rewards"),
     ],

