@@ -72,6 +72,11 @@ def load_splits(
     def process(sources: list[list[Task]]) -> list[list[Task]]:
         processed, found = _processed(sources, names, config, bench, engines)
         reports.extend(found)
+        if any(sources) and not any(processed):
+            strictest = max(found, key=lambda each: each.taken - each.given)
+            reason, count = strictest.reasons.most_common(1)[0]
+            problem = f"no task is left: {strictest.name} left out {count} of {strictest.taken} ({reason})"
+            raise DataError(problem, "change or remove an operator", field="pipelines.tasks")
         return [[task for task, _ in tasks] for tasks in processed]
 
     splits = load_tasks(config.tasks, config.demonstrations, config.seed, process)

@@ -117,6 +117,9 @@ def test_operators_are_checked_with_the_config_key_and_keep_ids_and_sources(tmp_
     with pytest.raises(DataError, check=about("tasks.eval_size")):
         other = source([("other", "1")], weight=5)
         load_processed(config(tmp_path, source(numbered(3)), other, eval_size=2, **nothing))
+    nothing["pipelines"]["tasks"].append({"name": "expression", "where": "source = '1'"})
+    with pytest.raises(DataError, match="expression left out 3 of 3", check=about("pipelines.tasks")):
+        load_processed(config(tmp_path, source(numbered(3)), other, **nothing))
 
 
 def test_what_is_evaluated_on_is_not_trained_on_unless_asked_for(tmp_path: Path) -> None:
