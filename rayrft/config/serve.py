@@ -11,7 +11,7 @@ from rayrft.config.base import LocalPath, Name, Section, invalid, section_rule
 from rayrft.config.placement import WaitConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import ConfigError
-from rayrft.runtime.serving import LOCAL, Address, Proxy, key_digest
+from rayrft.runtime.serving import HAPROXY_HOSTS, LOCAL, Address, Proxy, key_digest
 
 EDITED = "human"
 """Default name of the demonstrations that people's edits become."""
@@ -29,7 +29,7 @@ class HttpConfig(Section):
     proxy: Proxy | None = None
     """What accepts connections, once in a cluster: HAProxy leads them straight to the replicas, which answer more
     requests than behind Ray Serve's own proxy. Clients must repeat a request whose connection ends, as the official
-    ones do. ``null`` takes what accepts connections already, or HAProxy where Ray installs it."""
+    ones do. ``null`` takes what accepts connections already, or HAProxy where Ray installs it and it knows the host."""
     keys_file: LocalPath | None = None
     """A file with one API key per line."""
     keys_env: str | None = None
@@ -52,6 +52,8 @@ class HttpConfig(Section):
         problem = "is reachable from other machines, and no key is required"
         if self.keys_file is None and self.keys_env is None and self.host not in LOCAL:
             raise invalid("host", problem, "give keys_file or keys_env, or use 127.0.0.1", value=self.host)
+        if self.proxy == "haproxy" and self.host not in HAPROXY_HOSTS:
+            raise invalid("proxy", f"needs a host among {', '.join(HAPROXY_HOSTS)}", "use ray", value=self.proxy)
 
     @property
     def address(self) -> Address:

@@ -181,6 +181,7 @@ async def test_what_takes_too_long_or_is_too_much_is_told_so_and_others_are_serv
         ({"serve.model_name": "x"}, "serve.model_name"),
         ({"serve.host": "0.0.0.0"}, "serve.host"),
         ({"serve.proxy": "nginx"}, "serve.proxy"),
+        ({"serve.proxy": "haproxy", "serve.host": "::1"}, "serve.proxy"),
         ({"name": "a:b"}, "name"),
         ({"rewards": {}}, "rewards"),
     ],

