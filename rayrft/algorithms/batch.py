@@ -116,16 +116,9 @@ class TokenBatch:
 
 
 PER_TOKEN = (
-    "behaviour_logprobs",
-    "advantages",
-    "turn_rewards",
-    "proximal_logprobs",
-    "reference_logprobs",
-    "teacher_logprobs",
-    "teacher_candidates",
-    "values",
-    "returns",
-)
+    "behaviour_logprobs", "advantages", "turn_rewards", "proximal_logprobs", "reference_logprobs", "teacher_logprobs",
+    "teacher_candidates", "values", "returns",
+)  # fmt: skip
 """Fields of a `TokenBatch` of shape ``[T]`` or ``[T, K]`` that are undefined off the mask."""
 
 

@@ -269,17 +269,7 @@ def check_devices(config: RunConfig) -> None:
 
 
 RULES = (
-    check_model_names,
-    check_required,
-    check_mode,
-    check_stages,
-    check_reward_models,
-    check_expert_rows,
-    check_sessions,
-    check_derived,
-    check_lengths,
-    check_partial,
-    check_feedback,
-    check_devices,
-)
+    check_model_names, check_required, check_mode, check_stages, check_reward_models, check_expert_rows, check_sessions,
+    check_derived, check_lengths, check_partial, check_feedback, check_devices,
+)  # fmt: skip
 """All rules, in the order in which they are checked: later ones rely on earlier ones."""
