@@ -182,7 +182,7 @@ REPORTS: dict[str, Callable[[RunConfig], Sequence[Any]]] = {"plan": plan, "docto
 def deploy_viewer(storage: Path, settings: ViewerConfig) -> OpenService:
     """Serve the viewer on Ray Serve, over run folders that the cluster's head node can read. Raises ConfigError as
     `serve_feedback`, and if there is no such folder; PlacementError without room."""
-    from rayrft.viewer.app import build_viewer, check_storage_folder
+    from rayrft.viewer.app import Viewer, check_storage_folder
     from rayrft.viewer.index import cache_folder
 
     check_storage_folder(storage)
@@ -190,7 +190,7 @@ def deploy_viewer(storage: Path, settings: ViewerConfig) -> OpenService:
     def arguments(digests: tuple[str, ...]) -> tuple[Any, ...]:
         return storage.absolute(), settings, digests, _buffer_of, REPORTS
 
-    return _open_page("viewer", "viewer", settings, build_viewer, arguments, cache_folder() / "key-cluster")
+    return _open_page("viewer", "viewer", settings, Viewer, arguments, cache_folder() / "key-cluster")
 
 
 def _buffer_of(config: FolderConfig) -> tuple[str, str]:

@@ -140,7 +140,7 @@ class PolicyEndpoint(HttpService):
 
 
 def build_endpoint(
-    count: Callable[[str], None], model: str, settings: EndpointSettings, pool: Owner, keeper: str | None
+    model: str, settings: EndpointSettings, pool: Owner, keeper: str | None, count: Callable[[str], None]
 ) -> PolicyEndpoint:
     """Build the API over a run's engine pool and its keeper, an actor in the same namespace; without a keeper, nothing
     is recorded."""

@@ -149,7 +149,7 @@ class RewardEndpoint(HttpService):
 
 
 def build_reward_endpoint(
-    count: Callable[[str], None], config: RewardServiceConfig, key_digests: tuple[str, ...], service: RewardService
+    config: RewardServiceConfig, key_digests: tuple[str, ...], service: RewardService, count: Callable[[str], None]
 ) -> RewardEndpoint:
     """Build the API over the replicas of a service."""
     pool = Rewards(config.reward, [], lambda: ServeBackend(service))

@@ -361,13 +361,13 @@ class FeedbackPage(HttpService):
 
 
 def build_page(
-    count: Callable[[str], None],
     run: RunConfig,
     folder: Path,
     settings: FeedbackConfig,
     key_digests: tuple[str, ...],
     namespace: str,
     buffer: str,
+    count: Callable[[str], None],
 ) -> FeedbackPage:
     """Build the page of the run in a folder, whose Buffer has this name and namespace, and start to read its rows."""
     load_plugins(run.plugins)
