@@ -42,7 +42,6 @@ class PolicyEndpoint(HttpService):
         self._settings = settings
 
     def routes(self) -> Iterator[Route]:
-        """See `HttpService`."""
         answers: dict[str, tuple[type[Sampled], str]] = {
             "/v1/chat/completions": (ChatRequest, "chatcmpl-"),
             "/v1/completions": (CompletionRequest, "cmpl-"),
@@ -61,7 +60,6 @@ class PolicyEndpoint(HttpService):
             yield "GET", f"{base}/v1/stats", self._stats, False
 
     def in_form(self, request: Request, error: ApiError) -> ApiError:
-        """See `HttpService`."""
         return as_anthropic(error) if "/v1/messages" in request.url.path else error
 
     # Answers.

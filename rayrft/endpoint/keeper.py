@@ -124,7 +124,6 @@ class SessionKeeper(Watched):
         return session
 
     async def stats(self) -> SessionStats:
-        """Return the counts so far."""
         return self._sessions.stats()
 
     async def close(self) -> None:

@@ -354,7 +354,6 @@ class CompletionRequest(Sampled):
     @field_validator("prompts", mode="before")
     @classmethod
     def _one_prompt(cls, prompt: Any) -> Any:
-        """Return a list of prompts."""
         return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
 
     @model_validator(mode="after")

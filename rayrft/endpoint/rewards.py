@@ -106,7 +106,6 @@ class RewardEndpoint(HttpService):
         self._totals: dict[str, DomainStats] = {}
 
     def routes(self) -> Iterator[Route]:
-        """See `HttpService`."""
         yield "POST", "/v1/score", self._score, True
         yield "GET", "/v1/stats", self._stats, False
 

@@ -129,7 +129,6 @@ class FeedbackPage(HttpService):
         self._delivery: Delivery | None = None
 
     def routes(self) -> Iterator[Route]:
-        """See `HttpService`."""
         for handle in (self._next, self._judge, self._undo, self._keep, self._leave, self._me):
             yield "POST", f"/v1/{handle.__name__[1:]}", handle, True
         yield "GET", "/v1/image", self._image, False

@@ -65,7 +65,6 @@ class Viewer(HttpService):
         its journal at the first request with a key."""
 
     def routes(self) -> Iterator[Route]:
-        """See `HttpService`."""
         for view in VIEWS:
             for name, query in view.QUERIES.items():
                 yield "GET", f"/v1/{name}", self._handler(query), True
