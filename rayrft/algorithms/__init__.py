@@ -14,8 +14,7 @@ from rayrft.algorithms.algorithm import Algorithm, Coefficients
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch, chosen_logprobs
 from rayrft.algorithms.corrections import corrections
 from rayrft.algorithms.distillation import distillations
-from rayrft.algorithms.entropy import entropies
-from rayrft.algorithms.kl import kls
+from rayrft.algorithms.kl import entropies, kls
 from rayrft.algorithms.loss import Denominators, LossParts, aggregations, count
 from rayrft.algorithms.pieces import Fraction, NonNegative, Positive, Steps
 from rayrft.algorithms.preference import Pairs, preferences, reward_model_losses, rows_by_pair
