@@ -306,17 +306,9 @@ class FeedbackPage(HttpService):
 
     async def _me(self, request: Request) -> Response:
         body = await self._asked(PersonRequest, request)
-        about = {
-            "run": self._name,
-            "labels": self._settings.labels,
-            "levels": self._settings.levels,
-            "rewards": self._settings.reward_range if self._settings.set_rewards else None,
-            "agreement": self._settings.agreement,
-            "rule": self._settings.rule,
-            "lease_s": self._settings.lease_s,
-            "notice": self._notice,
-        }
-        return JSONResponse({**about, **self._progress(body.person)})
+        about = self._settings.model_dump(include={"labels", "levels", "agreement", "rule", "lease_s"})
+        about["rewards"] = self._settings.reward_range if self._settings.set_rewards else None
+        return JSONResponse({"run": self._name, **about, "notice": self._notice, **self._progress(body.person)})
 
     async def _stats(self, request: Request) -> Response:
         await self.begin()
