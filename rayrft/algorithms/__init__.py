@@ -14,10 +14,8 @@ from rayrft.algorithms.algorithm import Algorithm, Coefficients
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch, chosen_logprobs
 from rayrft.algorithms.corrections import corrections
 from rayrft.algorithms.distillation import distillations
-from rayrft.algorithms.entropy import entropies
-from rayrft.algorithms.kl import kls
+from rayrft.algorithms.kl import entropies, kls
 from rayrft.algorithms.loss import Denominators, LossParts, aggregations, count
-from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
 from rayrft.algorithms.pieces import Fraction, NonNegative, Positive, Steps
 from rayrft.algorithms.preference import Pairs, preferences, reward_model_losses, rows_by_pair
 from rayrft.algorithms.presets import build, presets
@@ -27,44 +25,9 @@ from rayrft.algorithms.unpaired import Labelled, sum_gains, unpaired_losses
 from rayrft.algorithms.values import row_value_errors, token_advantages, value_losses
 
 __all__ = [
-    "Algorithm",
-    "Coefficients",
-    "Denominators",
-    "Fraction",
-    "GroupFacts",
-    "Labelled",
-    "LossParts",
-    "Moments",
-    "NonNegative",
-    "Pairs",
-    "PolicyOutput",
-    "Positive",
-    "Steps",
-    "TokenBatch",
-    "TokenLoss",
-    "aggregations",
-    "build",
-    "chosen_logprobs",
-    "corrections",
-    "count",
-    "distillations",
-    "entropies",
-    "group_advantages",
-    "group_relative_advantages",
-    "kls",
-    "mu_schedules",
-    "normalise",
-    "policy_losses",
-    "preferences",
-    "presets",
-    "reward_model_losses",
-    "row_value_errors",
-    "rows_by_pair",
-    "sft_losses",
-    "sum_gains",
-    "sum_moments",
-    "token_advantages",
-    "token_ratio",
-    "unpaired_losses",
-    "value_losses",
-]
+    "Algorithm", "Coefficients", "Denominators", "Fraction", "GroupFacts", "Labelled", "LossParts", "NonNegative",
+    "Pairs", "PolicyOutput", "Positive", "Steps", "TokenBatch", "TokenLoss", "aggregations", "build", "chosen_logprobs",
+    "corrections", "count", "distillations", "entropies", "group_advantages", "group_relative_advantages", "kls",
+    "mu_schedules", "policy_losses", "preferences", "presets", "reward_model_losses", "row_value_errors",
+    "rows_by_pair", "sft_losses", "sum_gains", "token_advantages", "token_ratio", "unpaired_losses", "value_losses",
+]  # fmt: skip

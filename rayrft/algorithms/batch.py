@@ -93,10 +93,8 @@ class TokenBatch:
         """Return the batch with only the tokens of ``rows`` (``[N]`` bool) masked in, and zeros in per-token fields
         elsewhere, so that undefined values reach no loss or gradient."""
         mask = self.mask & rows[self.sequence]
-        fields = {name: getattr(self, name) for name in PER_TOKEN}
-        return replace(
-            self, mask=mask, **{name: keep(value, mask) for name, value in fields.items() if value is not None}
-        )
+        fields = {name: value for name in PER_TOKEN if (value := getattr(self, name)) is not None}
+        return replace(self, mask=mask, **{name: keep(value, mask) for name, value in fields.items()})
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum ``[T]`` over the masked-in tokens of a row, to ``[N]``."""
@@ -116,16 +114,9 @@ class TokenBatch:
 
 
 PER_TOKEN = (
-    "behaviour_logprobs",
-    "advantages",
-    "turn_rewards",
-    "proximal_logprobs",
-    "reference_logprobs",
-    "teacher_logprobs",
-    "teacher_candidates",
-    "values",
-    "returns",
-)
+    "behaviour_logprobs", "advantages", "turn_rewards", "proximal_logprobs", "reference_logprobs", "teacher_logprobs",
+    "teacher_candidates", "values", "returns",
+)  # fmt: skip
 """Fields of a `TokenBatch` of shape ``[T]`` or ``[T, K]`` that are undefined off the mask."""
 
 

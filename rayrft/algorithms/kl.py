@@ -1,4 +1,6 @@
-"""Estimates of ``KL(pi || pi_ref)`` from sampled tokens (Schulman 2020, "Approximating KL divergence").
+"""Terms that keep the policy near a reference, and exploring: estimates of its KL, and entropies.
+
+Estimates of ``KL(pi || pi_ref)`` are from sampled tokens (Schulman 2020, "Approximating KL divergence").
 
 With ``d_t = log pi(y_t) - log pi_ref(y_t)``, clamped to +-20, an estimate is ``[T]`` nats per token. As values, k1 and
 k3 are unbiased if the policy sampled the tokens, and k2 nearly so if the policies are close. As losses their gradients
@@ -13,7 +15,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from rayrft.algorithms.pieces import AboveOne, Pieces
+from rayrft.algorithms.pieces import AboveOne, NonNegative, Pieces
 from rayrft.algorithms.ratios import log_ratio
 
 K3_BOUND = 10.0
@@ -25,7 +27,12 @@ KL = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From the log-probs of the policy (with gradient), the reference and the behaviour policy, which sampled the tokens,
 ``[T]`` each, to estimates ``[T]``."""
 
+EntropyTerm = Callable[[Tensor], Tensor]
+"""From the entropy ``[T]`` (nats, with gradient) at action tokens of usual rows to a loss per token. It keeps the
+policy exploring."""
+
 kls: Pieces[KL] = Pieces("kl")
+entropies: Pieces[EntropyTerm] = Pieces("entropy")
 
 
 @kls.register("k1", needs=["reference"], traits=["no_gradient"])
@@ -78,3 +85,16 @@ def k3_unbiased(
 def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
     """Combine the value of one tensor with the gradient of the other."""
     return value.detach() + gradient - gradient.detach()
+
+
+@entropies.register("bonus")
+def bonus(entropy: Tensor) -> Tensor:
+    """``-H_t``: an unbounded bonus on every token (Mnih et al. 2016, arXiv:1602.01783)."""
+    return -entropy
+
+
+@entropies.register("target")
+def target(entropy: Tensor, *, entropy_target: NonNegative = 0.2) -> Tensor:
+    """``max(0, entropy_target - H_t)``: a bonus only for tokens below the target. Per token and not on the mean, so
+    that the loss does not depend on the micro-batch split."""
+    return (entropy_target - entropy).clamp(min=0)

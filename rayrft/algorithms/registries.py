@@ -8,8 +8,7 @@ from rayrft.algorithms import clipped, reinforce  # noqa: F401  (they register t
 from rayrft.algorithms.advantages import group_advantages
 from rayrft.algorithms.corrections import corrections
 from rayrft.algorithms.distillation import distillations
-from rayrft.algorithms.entropy import entropies
-from rayrft.algorithms.kl import kls
+from rayrft.algorithms.kl import entropies, kls
 from rayrft.algorithms.loss import aggregations
 from rayrft.algorithms.pieces import Pieces
 from rayrft.algorithms.preference import preferences, reward_model_losses

@@ -80,17 +80,13 @@ class BenchResult:
 
     def save_plot(self, path: Path) -> None:
         """Plot pass@k and majority@k against k, by model, with 95 % intervals; a panel per task set. As a PNG."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
 
         tasksets = list(dict.fromkeys(score.taskset for score in self.scores))
         models = list(dict.fromkeys(score.model for score in self.scores))
-        figure, panels = pyplot.subplots(
-            1, len(tasksets), figsize=(1.5 + 4.5 * len(tasksets), 4.2), squeeze=False, sharey=True, layout="constrained"
-        )
-        colours = pyplot.get_cmap("tab10")
+        figure = Figure(figsize=(1.5 + 4.5 * len(tasksets), 4.2), layout="constrained")
+        panels, colours = figure.subplots(1, len(tasksets), squeeze=False, sharey=True), colormaps["tab10"]
         for axis, taskset in zip(panels[0], tasksets, strict=True):
             for score in (score for score in self.scores if score.taskset == taskset):
                 place = models.index(score.model)
@@ -112,7 +108,6 @@ class BenchResult:
         figure.suptitle(self.name, fontsize=11)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
-        pyplot.close(figure)
 
 
 def _curve(axis: Any, estimates: dict[int, Estimate], colour: Any, shift: float, **style: Any) -> None:

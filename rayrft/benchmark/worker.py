@@ -53,7 +53,6 @@ class BenchWorker(TaskActor):
         scoring: Callable[[], ScoringBackend] | None,
         auxiliary: Mapping[str, Handle[EnginePool]],
     ) -> None:
-        """See `TaskActor`."""
         tokenizer = ChatTokenizer(model, template=config.model.template)
         super().__init__(config, tokenizer, engine_pool, scoring, auxiliary, Waits("bench"))
         self._evaluator = self._evaluator_on(self._engines, config.bench.max_tokens)
@@ -61,7 +60,6 @@ class BenchWorker(TaskActor):
         self._changed = asyncio.Condition()
 
     async def start(self) -> None:
-        """Start the rewards."""
         await self._rewards.open()
 
     async def run(self, tasks: list[Task], path: Path) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import datetime
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from rayrft.cli import Overrides, Storage, changes, say
 from rayrft.cli.follow import follow
-from rayrft.config import load_config
-from rayrft.config.base import Section
+from rayrft.config import load_config, read_config
+from rayrft.config.base import Section, invalid, section_rule
 from rayrft.core import launch
 from rayrft.errors import ConfigError, NotReproduced, nearest
 from rayrft.monitor.records import EvaluationRecord, read_records
@@ -57,6 +57,11 @@ class Recipe(Section):
     """The public report from which the band is, of a recipe that was not run by this project."""
     gpu_hours: float | None = None
     """Of one seed."""
+
+    @section_rule
+    def _one_way(self) -> None:
+        if (self.config is None) == (self.measure is None):
+            raise invalid("config", "a recipe has either a config or a measure", "correct the recipe")
 
     @property
     def cells(self) -> list[str]:
@@ -99,15 +104,7 @@ def read_recipe(file: Path) -> Recipe:
         known = [path.stem for path in RECIPES.glob("*.yaml")]
         hint = nearest(file.stem, known) if known else "run the command in a checkout, which has jobs/recipes"
         raise ConfigError("there is no such recipe", hint, field="name", value=str(file))
-    try:
-        recipe = Recipe.model_validate(yaml.safe_load(file.read_text()))
-    except (yaml.YAMLError, ValidationError) as error:
-        problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else "not YAML"
-        where = ".".join(map(str, error.errors()[0]["loc"])) if isinstance(error, ValidationError) else str(file)
-        raise ConfigError(problem, f"correct {file}", field=where) from None
-    if (recipe.config is None) == (recipe.measure is None):
-        raise ConfigError("a recipe has either a config or a measure", f"correct {file}", field="config")
-    return recipe
+    return read_config(Recipe, file)
 
 
 def figure_of(figures: Mapping[str, float], name: str) -> float:
@@ -132,8 +129,7 @@ def run_figures(folder: Path, metric: str = "accuracy") -> Figures:
 
 def table(recipe: Recipe, seeds: Sequence[int], columns: Mapping[str, Sequence[float]]) -> str:
     """Return the figures by seed, their means and bands, as text."""
-    heads = ["", *(f"seed {seed}" for seed in seeds), "mean", "band", ""]
-    lines = [heads]
+    lines = [["", *(f"seed {seed}" for seed in seeds), "mean", "band", ""]]
     for name, values in columns.items():
         low, high = recipe.bands[name]
         verdict = "outside" if _outside(name, recipe.bands[name], values) else "in"
@@ -185,7 +181,8 @@ def _list(folder: Path) -> None:
     recipes = {file.stem: read_recipe(file) for file in sorted(folder.glob("*.yaml"))}
     about = [[name, *recipe.cells] for name, recipe in recipes.items()]
     say(format_table([["recipe", "claim", "cost", "source of the band"], *about]) + "\n")
-    results = list(_results(folder / _RESULTS))
+    file = folder / _RESULTS
+    results = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     releases = list(dict.fromkeys(each["release"] for each in results))
     lines = [["", "band", *releases]]
     for name, recipe in recipes.items():
@@ -198,8 +195,3 @@ def _list(folder: Path) -> None:
             means = [f"{sum(latest[each]) / len(latest[each]):.3f}" if each in latest else "-" for each in releases]
             lines.append([f"{name}: {figure}", f"{low:g} to {high:g}", *means])
     say(format_table(lines))
-
-
-def _results(file: Path) -> Iterator[dict[str, Any]]:
-    for line in file.read_text().splitlines() if file.exists() else ():
-        yield json.loads(line)

@@ -14,17 +14,6 @@ from rayrft.config.stage import StageConfig
 from rayrft.config.tasks import TasksConfig, TaskSourceConfig
 
 __all__ = [
-    "FolderConfig",
-    "OperatorConfig",
-    "PipelineConfig",
-    "RunConfig",
-    "StageConfig",
-    "TaskSourceConfig",
-    "TasksConfig",
-    "dump_config",
-    "load_config",
-    "load_folder_config",
-    "load_run_config",
-    "parse_override",
-    "read_config",
-]
+    "FolderConfig", "OperatorConfig", "PipelineConfig", "RunConfig", "StageConfig", "TaskSourceConfig", "TasksConfig",
+    "dump_config", "load_config", "load_folder_config", "load_run_config", "parse_override", "read_config",
+]  # fmt: skip

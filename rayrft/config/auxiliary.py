@@ -40,8 +40,7 @@ class AuxiliaryConfig(Section):
     def _awake(self) -> None:
         if self.engine.sleep:
             raise invalid("engine.sleep", "is only valid for the policy's engines", "remove it")
-        self.engine.check_share("engine")
-        self.engine.check_parallel("engine")
+        self.engine.check_alone("engine")
 
 
 def require_auxiliary(names: Iterable[str], known: Collection[str]) -> None:

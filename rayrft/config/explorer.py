@@ -8,9 +8,6 @@ from pydantic import Field, model_validator
 
 from rayrft.config.base import Changeable, LocalPath, Section, invalid, section_rule
 
-_ON_GPUS = {"enforce_eager": False}
-"""Defaults of engines on GPUs."""
-
 
 class EngineConfig(Section):
     """vLLM engines. Without GPUs they run on the CPU."""
@@ -45,7 +42,7 @@ class EngineConfig(Section):
     @classmethod
     def _defaults(cls, given: Any) -> Any:
         gpus = given.get("gpus") if isinstance(given, dict) else None
-        return {**_ON_GPUS, **given} if isinstance(gpus, int | float) and gpus > 0 else given
+        return {"enforce_eager": False, **given} if isinstance(gpus, int | float) and gpus > 0 else given
 
     @property
     def gpu_share(self) -> float:
@@ -57,19 +54,15 @@ class EngineConfig(Section):
         """``max_running``, or the largest default."""
         return self.max_running or (1024 if self.gpus else 256)
 
-    def check_share(self, section: str) -> None:
-        """Raise `invalid` if an engine takes more memory than its part of a GPU that engines share."""
+    def check_alone(self, section: str) -> None:
+        """Raise `invalid` for what an engine can only have beside trainer ranks: more memory than its part of a GPU
+        that engines share, or shares of several GPUs."""
         if 0 < self.gpus < self.gpu_share:
             problem, field = f"is a share of a whole GPU, of which gpus gives {self.gpus:g}", "gpu_memory_utilization"
             raise invalid(f"{section}.{field}", problem, "lower it, or remove it", value=self.gpu_memory_utilization)
-
-    def check_parallel(self, section: str) -> None:
-        """Raise `invalid` if an engine has shares of several GPUs, which it can only have beside trainer ranks."""
-        if self.gpus < 1 < self.tensor_parallel:
-            field, remedy = f"{section}.tensor_parallel", f"set engine.gpus: {self.tensor_parallel}"
-            raise invalid(
-                field, "needs whole GPUs, unless trainer ranks share them", remedy, value=self.tensor_parallel
-            )
+        if self.gpus < 1 < (parallel := self.tensor_parallel):
+            problem, remedy = "needs whole GPUs, unless trainer ranks share them", f"set engine.gpus: {parallel}"
+            raise invalid(f"{section}.tensor_parallel", problem, remedy, value=parallel)
 
     @section_rule
     def _gpus(self) -> None:

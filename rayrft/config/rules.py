@@ -237,8 +237,7 @@ def check_devices(config: RunConfig) -> None:
             field = f"auxiliary.{name}.engine.gpus"
             raise invalid(field, f"{unused} {config.mode!r}", "remove the model", value=each.engine.gpus)
     if config.mode != "both":  # else no weight transport fits
-        engine.check_share("explorer.engine")
-        engine.check_parallel("explorer.engine")
+        engine.check_alone("explorer.engine")
     if config.mode != "bench":  # else nothing is trained
         if config.mode == "both" and config.rolls_out and (engine.gpus > 0) != (trainer.gpus > 0):
             problem = f"must be above 0 exactly if trainer.gpus, {trainer.gpus:g}, is"
@@ -247,9 +246,8 @@ def check_devices(config: RunConfig) -> None:
             problem, remedy = "are only used with weight_sync.backend: files", "set it, or remove them"
             raise invalid("weight_sync.files", problem, remedy)
         if trainer.gpus > 1:
-            raise invalid(
-                "trainer.gpus", "must be at most 1: a rank uses one GPU", "use more ranks", value=trainer.gpus
-            )
+            problem = "must be at most 1: a rank uses one GPU"
+            raise invalid("trainer.gpus", problem, "use more ranks", value=trainer.gpus)
         if trainer.cpu_offload and not trainer.gpus:
             raise invalid("trainer.cpu_offload", "needs trainer.gpus above 0", "remove it, or give GPUs to the trainer")
         try:
@@ -269,17 +267,7 @@ def check_devices(config: RunConfig) -> None:
 
 
 RULES = (
-    check_model_names,
-    check_required,
-    check_mode,
-    check_stages,
-    check_reward_models,
-    check_expert_rows,
-    check_sessions,
-    check_derived,
-    check_lengths,
-    check_partial,
-    check_feedback,
-    check_devices,
-)
+    check_model_names, check_required, check_mode, check_stages, check_reward_models, check_expert_rows, check_sessions,
+    check_derived, check_lengths, check_partial, check_feedback, check_devices,
+)  # fmt: skip
 """All rules, in the order in which they are checked: later ones rely on earlier ones."""

@@ -38,7 +38,7 @@ from rayrft.core.shared_files import check_shared, check_storage, named_files
 from rayrft.core.steering import latest_config
 from rayrft.errors import ClusterError, ConfigError, PlacementError, RayrftError, RunFinished, RunNotFound, nearest
 from rayrft.monitor.records import read_records
-from rayrft.monitor.summary import RunStatus, read_summary, remove_summary
+from rayrft.monitor.summary import RunStatus, read_summary
 from rayrft.runtime.handle import Handle, fetch
 from rayrft.runtime.ray_api import ray
 
@@ -152,7 +152,7 @@ def _place(checked: RunConfig, progress: Progress | None, guard: Guard, say: Cal
         Checkpoints(checked.folder, checked.checkpoint).mark_beginning(began)
     else:
         write_config(checked)  # the overrides apply to later resumes, too
-        remove_summary(checked.folder)
+        (checked.folder / "summary.json").unlink(missing_ok=True)
 
     guard.until_up()  # before there is a Master
     placed = placement.actor(Master, "master", name="master", restarts=checked.restarts.per_hour)

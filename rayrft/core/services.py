@@ -144,15 +144,7 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
         say(f"waits for weights at {address}")
         version = answer(follower.call(WeightFollower.start, workers), "follower", stall_s)
         say(f"serves version {version}, and follows")
-        settings = EndpointSettings(
-            http,
-            http.model_name or config.name,
-            model.max_length,
-            config.explorer.sampling,
-            keys,
-            model.template,
-            plugins=tuple(config.plugins),
-        )
+        settings = EndpointSettings.of(config, keys)
         owner, served = Owner(NAMESPACE, actor_name(name, "follower")), actor_name(name, "serve")
         arguments = path, settings, Owner(NAMESPACE, actor_name(name, "engine_pool")), None
         application = HttpApplication(served, config.name, http, owner, build_endpoint, arguments)
@@ -182,7 +174,7 @@ REPORTS: dict[str, Callable[[RunConfig], Sequence[Any]]] = {"plan": plan, "docto
 def deploy_viewer(storage: Path, settings: ViewerConfig) -> OpenService:
     """Serve the viewer on Ray Serve, over run folders that the cluster's head node can read. Raises ConfigError as
     `serve_feedback`, and if there is no such folder; PlacementError without room."""
-    from rayrft.viewer.app import build_viewer, check_storage_folder
+    from rayrft.viewer.app import Viewer, check_storage_folder
     from rayrft.viewer.index import cache_folder
 
     check_storage_folder(storage)
@@ -190,7 +182,7 @@ def deploy_viewer(storage: Path, settings: ViewerConfig) -> OpenService:
     def arguments(digests: tuple[str, ...]) -> tuple[Any, ...]:
         return storage.absolute(), settings, digests, _buffer_of, REPORTS
 
-    return _open_page("viewer", "viewer", settings, build_viewer, arguments, cache_folder() / "key-cluster")
+    return _open_page("viewer", "viewer", settings, Viewer, arguments, cache_folder() / "key-cluster")
 
 
 def _buffer_of(config: FolderConfig) -> tuple[str, str]:

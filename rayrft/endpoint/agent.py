@@ -48,7 +48,7 @@ class Processes(Protocol):
     async def close(self) -> None: ...
 
 
-def pool(create: Callable[[], Any], processes: int, warm_up: Callable[[], None] | None = None) -> Processes:
+def pool(create: Callable[[], Any], processes: int, warm_up: Callable[[], object] | None = None) -> Processes:
     """Return up to ``processes`` processes with an application each. A process that is healthy after an attempt is used
     again, with the modules that it has imported."""
     if processes < 1:
@@ -120,7 +120,9 @@ class Agent(Applications):
             raise ConfigError(
                 "no such function" if function else "names no function", remedy, field="agent", value=agent
             )
-        super().__init__(pool(partial(_Function, module, function), processes, _import_client), tool_calls, history)
+        # Most applications use OpenAI's client: it is imported once for all processes.
+        warm_up = partial(importlib.import_module, "openai")
+        super().__init__(pool(partial(_Function, module, function), processes, warm_up), tool_calls, history)
 
 
 async def _result(returned: Any, last_answer: str, score: Callable[[str], Awaitable[RewardResult]]) -> RewardResult:
@@ -146,12 +148,6 @@ class _Function:
         os.environ |= access.variables()
         # Imported here, since the import may create a client: URL and key are the same for all attempts of a process.
         return getattr(importlib.import_module(self.module), self.name)(task.question)
-
-
-def _import_client() -> None:
-    """Import OpenAI's client once for all processes, since most applications use it."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("openai")
 
 
 def _is_found(module: str, name: str) -> bool:

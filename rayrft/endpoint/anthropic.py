@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.protocol import ChatRequest, runs_at_server
-from rayrft.endpoint.replies import CheckedRequest, DecodedAnswer, ReplyForm, TextPiece
+from rayrft.endpoint.replies import CheckedRequest, DecodedAnswer, ReplyForm, TextPiece, as_event
 from rayrft.runtime.serving.http import ApiError, UnsupportedParameter
 
 _DROPPED = {"thinking", "redacted_thinking"}
@@ -55,7 +55,10 @@ class MessagesRequest(ChatRequest):
         given = {key: value for key, value in body.items() if value is not None and key not in _NO_MATTER}
         for other in _OF_CHATS & given.keys():
             raise UnsupportedParameter(other, "is not supported")
-        messages = _system(given.pop("system", None))
+        messages = list[dict[str, Any]]()
+        if system := given.pop("system", None):
+            text = system if isinstance(system, str) else _text(system, "system")
+            messages.append({"role": "system", "content": text})
         for number, message in enumerate(given["messages"]):
             messages += _converted(message, f"messages.{number}")
         made: dict[str, Any] = {**given, "messages": messages}
@@ -89,12 +92,6 @@ def _entry(value: Any, key: str) -> Any:
     return value.get(key) if isinstance(value, dict) else None
 
 
-def _system(given: Any) -> list[dict[str, Any]]:
-    if not given:
-        return []
-    return [{"role": "system", "content": given if isinstance(given, str) else _text(given, "system")}]
-
-
 def _converted(message: Any, place: str) -> list[dict[str, Any]]:
     """Return the messages of chat completions for one of Anthropic: the results of tools are messages of their own."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
@@ -106,7 +103,7 @@ def _converted(message: Any, place: str) -> list[dict[str, Any]]:
         raise UnsupportedParameter(f"{place}.content", "is neither a text nor a list of blocks")
     results, parts, calls = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
     for number, block in enumerate(map(_document, content)):
-        kind, where = block.get("type") if isinstance(block, dict) else None, f"{place}.content.{number}"
+        kind, where = _entry(block, "type"), f"{place}.content.{number}"
         if kind == "text":
             parts.append({"type": "text", "text": "\n" * bool(parts) + _text([block], where)})
         elif kind == "image":
@@ -117,10 +114,8 @@ def _converted(message: Any, place: str) -> list[dict[str, Any]]:
         elif kind == "tool_result" and role == "user":
             answer = block.get("content") or ""
             if isinstance(answer, list):  # its images follow it in a message of the user
-                images = [_image(each) for each in answer if isinstance(each, dict) and each.get("type") == "image"]
-                shown = [
-                    _document(each) for each in answer if not (isinstance(each, dict) and each.get("type") == "image")
-                ]
+                images = [_image(each) for each in answer if _entry(each, "type") == "image"]
+                shown = [_document(each) for each in answer if _entry(each, "type") != "image"]
                 answer, parts = _text(shown, f"{where}.content"), [*parts, *images]
             failed = "Error: " if block.get("is_error") and not answer.lower().startswith("error") else ""
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": failed + answer})
@@ -131,8 +126,7 @@ def _converted(message: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _image(block: dict[str, Any]) -> dict[str, Any]:
-    source = block.get("source")
-    given = source if isinstance(source, dict) else {}
+    given = source if isinstance(source := block.get("source"), dict) else {}
     url = f"data:{given.get('media_type')};base64,{given.get('data')}" if "data" in given else given.get("url")
     return {"type": "image_url", "image_url": url}
 
@@ -157,8 +151,8 @@ def _tool(tool: Any) -> Any:
         schema = {"type": "object", "properties": known[1], "required": [next(iter(known[1]))]}
         tool = {"name": tool.get("name"), "description": shown, "input_schema": schema}
     if not isinstance(tool, dict) or tool.get("type", "custom") != "custom" or "input_schema" not in tool:
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        raise UnsupportedParameter("tools", f"has a tool of the server ({kind!r}): give functions with input_schema")
+        problem = f"has a tool of the server ({_entry(tool, 'type')!r}): give functions with input_schema"
+        raise UnsupportedParameter("tools", problem)
     about = {"name": tool.get("name"), "description": tool.get("description", "")}
     return {"type": "function", "function": {**about, "parameters": tool["input_schema"]}}
 
@@ -217,7 +211,7 @@ class MessagesReply(ReplyForm):
         return [_event("message_stop")]
 
     def failed(self, error: ApiError) -> str:
-        return f"event: error\ndata: {json.dumps(as_anthropic(error).body, ensure_ascii=False)}\n\n"
+        return _event(**as_anthropic(error).body)
 
     def _begin(self, kind: str, block: dict[str, Any]) -> list[str]:
         if self._open == kind:
@@ -253,5 +247,5 @@ def _end(answer: DecodedAnswer) -> dict[str, str | None]:
     return {"stop_reason": reason, "stop_sequence": answer.stopped_by}
 
 
-def _event(kind: str, **fields: Any) -> str:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields}, ensure_ascii=False)}\n\n"
+def _event(type: str, **fields: Any) -> str:
+    return f"event: {type}\n" + as_event({"type": type, **fields})

@@ -42,7 +42,6 @@ class PolicyEndpoint(HttpService):
         self._settings = settings
 
     def routes(self) -> Iterator[Route]:
-        """See `HttpService`."""
         answers: dict[str, tuple[type[Sampled], str]] = {
             "/v1/chat/completions": (ChatRequest, "chatcmpl-"),
             "/v1/completions": (CompletionRequest, "cmpl-"),
@@ -61,7 +60,6 @@ class PolicyEndpoint(HttpService):
             yield "GET", f"{base}/v1/stats", self._stats, False
 
     def in_form(self, request: Request, error: ApiError) -> ApiError:
-        """See `HttpService`."""
         return as_anthropic(error) if "/v1/messages" in request.url.path else error
 
     # Answers.
@@ -140,7 +138,7 @@ class PolicyEndpoint(HttpService):
 
 
 def build_endpoint(
-    count: Callable[[str], None], model: str, settings: EndpointSettings, pool: Owner, keeper: str | None
+    model: str, settings: EndpointSettings, pool: Owner, keeper: str | None, count: Callable[[str], None]
 ) -> PolicyEndpoint:
     """Build the API over a run's engine pool and its keeper, an actor in the same namespace; without a keeper, nothing
     is recorded."""

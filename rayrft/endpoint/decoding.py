@@ -33,11 +33,7 @@ class AnswerText:
     """
 
     def __init__(
-        self,
-        tokenizer: ChatTokenizer,
-        stops: Sequence[str] = (),
-        held: str | None = None,
-        opening: str = "",
+        self, tokenizer: ChatTokenizer, stops: Sequence[str] = (), held: str | None = None, opening: str = ""
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)

@@ -88,36 +88,26 @@ class Program(Applications):
         )
         path = ":".join([*(f"{os.path.realpath(folder)}/bin" for folder in folders), ENVIRONMENT["PATH"]])
         given = {"PATH": path, **(environment or {})}
-        box = _Box(
-            tuple(command),
-            stdin,
-            given,
-            answer,
-            None if check is None else tuple(check),
-            status,
-            tuple(folders),
-            isolation,
-            limits,
-        )
         for words in (command, check or ()):
             if words and "/" not in words[0] and shutil.which(words[0], path=given["PATH"]) is None:
                 remedy = "install it where the Explorer runs, below /usr or in `folders`"
                 raise ConfigError("there is no such program", remedy, field="command", value=words[0])
-        isolate(isolation, box.folders, lenient=True)
-        super().__init__(pool(partial(_same, box), processes), tool_calls, history)
+        isolate(isolation, folders, lenient=True)
+        box = partial(_Box, command, stdin, given, answer, check, status, folders, isolation, limits)
+        super().__init__(pool(box, processes), tool_calls, history)
 
 
 @dataclass(frozen=True)
 class _Box:
     """The program's runs, one for each attempt, in a process beside the Explorer."""
 
-    command: tuple[str, ...]
+    command: Sequence[str]
     stdin: str
     environment: Mapping[str, str]
     answer: str | None
-    check: tuple[str, ...] | None
+    check: Sequence[str] | None
     status: str
-    folders: tuple[str, ...]
+    folders: Sequence[str]
     isolation: str
     limits: SandboxLimits
 
@@ -151,13 +141,9 @@ class _Box:
             content = said["files"].get(self.answer, "")
             return said["output"].strip() if self.answer is None else base64.b64decode(content).decode(errors="replace")
         files = {**said["files"], **_files(task, "check_files")}
-        checking = {
-            "command": self.check,
-            "input": "",
-            "files": files,
-            "environment": {"PATH": self.environment["PATH"]},
-        }
-        return float(self._in_sandbox({**checking, "socket": None, "path": access.path, "keep": None})["status"] == 0)
+        checking = {**orders, "command": self.check, "input": "", "files": files, "socket": None, "keep": None}
+        checking["environment"] = {"PATH": self.environment["PATH"]}
+        return float(self._in_sandbox(checking)["status"] == 0)
 
     def _in_sandbox(self, orders: dict[str, Any]) -> dict[str, Any]:
         """Run a command to its end. Raises SandboxFailed if it cannot start, or is ended by a limit."""
@@ -170,10 +156,6 @@ class _Box:
         if "problem" in said:
             raise SandboxFailed(said["problem"], field="command", value=orders["command"][0])
         return {**said, "stderr": outcome.stderr.decode(errors="replace").strip()[-500:]}
-
-
-def _same(box: _Box) -> _Box:
-    return box
 
 
 def _files(task: Task, name: str) -> dict[str, str]:

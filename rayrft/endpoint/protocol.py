@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from itertools import compress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -58,6 +58,7 @@ Limit = Annotated[int, Field(ge=1)]
 ShortName = Annotated[str, Field(max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Prompt = Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1)]
+_OBJECT: dict[str, Any] = {"type": "object"}
 _MOST_ANSWERS = 1024
 """To the prompts of one request."""
 _MOST_ALTERNATIVES = 20
@@ -247,8 +248,7 @@ class ResponseFormat(_Body):
     def schema_of_answer(self) -> dict[str, Any] | None:
         if self.type == "text":
             return None
-        schema: dict[str, Any] = self.json_schema["schema"] if self.type == "json_schema" else {"type": "object"}
-        return schema
+        return cast(dict[str, Any], self.json_schema["schema"]) if self.type == "json_schema" else _OBJECT
 
 
 class ChatRequest(Sampled):
@@ -323,18 +323,9 @@ class ChatRequest(Sampled):
     @property
     def json_schema(self) -> dict[str, Any] | None:
         if self.must_call:
-            calls = [
-                {
-                    "type": "object",
-                    "properties": {
-                        "name": {"const": each["name"]},
-                        "arguments": each.get("parameters") or {"type": "object"},
-                    },
-                    "required": ["name", "arguments"],
-                    "additionalProperties": False,
-                }
-                for each in self.called_tools
-            ]
+            rules = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
+            parts = [({"const": each["name"]}, each.get("parameters") or _OBJECT) for each in self.called_tools]
+            calls = [{**rules, "properties": {"name": name, "arguments": given}} for name, given in parts]
             return calls[0] if len(calls) == 1 else {"anyOf": calls}
         return self.response_format.schema_of_answer
 
@@ -363,7 +354,6 @@ class CompletionRequest(Sampled):
     @field_validator("prompts", mode="before")
     @classmethod
     def _one_prompt(cls, prompt: Any) -> Any:
-        """Return a list of prompts."""
         return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
 
     @model_validator(mode="after")

@@ -226,5 +226,4 @@ def _finish_reason(answer: DecodedAnswer) -> str:
 
 
 def as_event(body: dict[str, Any]) -> str:
-    """Return a server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

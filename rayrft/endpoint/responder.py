@@ -15,14 +15,7 @@ from rayrft.data.reasoning import ReasoningSplit
 from rayrft.data.tokenizer import ChatTokenizer, fills
 from rayrft.endpoint.anthropic import MessagesReply, MessagesRequest
 from rayrft.endpoint.decoding import AnswerText, decode_message, truncate_answer
-from rayrft.endpoint.protocol import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    Prompt,
-    Sampled,
-    without_marks,
-)
+from rayrft.endpoint.protocol import ChatMessage, ChatRequest, CompletionRequest, Prompt, Sampled, without_marks
 from rayrft.endpoint.recording import Call, Choice, Conversation, OpenCall, canonical_messages
 from rayrft.endpoint.replies import CheckedRequest, ChoicesReply, DecodedAnswer, ReplyForm, TextPiece
 from rayrft.endpoint.responses import ResponseReply, ResponsesRequest
@@ -120,9 +113,8 @@ class Responder:
         else:
             assert prompt is not None
             conversation = prompt if isinstance(prompt, str) else tuple(prompt)
-            turns = (
-                {"role": "user", "content": prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)},
-            )
+            text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+            turns = ({"role": "user", "content": text},)
         begun = await self._begun(*named, conversation) if named is not None else None
         images = body.images if isinstance(body, ChatRequest) else ()
         ask = CheckedRequest(body, response, begun, conversation, turns, [], sampling, trained, None, first, images)
@@ -361,10 +353,9 @@ class Responder:
         self.malformed_calls += found.malformed
         if isinstance(ask.body, ChatRequest) and not ask.body.parallel_tool_calls:
             found = replace(found, tool_calls=found.tool_calls[:1])
-        shown = len(whole) - len(tail)
+        shown, reasoning = len(whole) - len(tail), found.reasoning
         if split is not None:
-            shown = len(split.content)
-        reasoning = found.reasoning[len(split.reasoning) if split is not None else 0 :]
+            shown, reasoning = len(split.content), reasoning[len(split.reasoning) :]
         tokens = Chunk(completion.token_ids, completion.logprobs, alternatives=completion.alternatives)
         piece = TextPiece(index, found.content[shown:], tokens.cut(streamed), reasoning)
         return DecodedAnswer(completion, whole, found, piece, text.stopped_by if text is not None else None)
@@ -373,9 +364,8 @@ class Responder:
         return self._config.reasoning == "split" and isinstance(ask.body, ChatRequest)
 
     def _opening(self, ask: CheckedRequest) -> str:
-        return (
-            self._tokenizer.template.opening(ask.body.chat_template_kwargs) if isinstance(ask.body, ChatRequest) else ""
-        )
+        body = ask.body
+        return self._tokenizer.template.opening(body.chat_template_kwargs) if isinstance(body, ChatRequest) else ""
 
     async def _record(self, ask: CheckedRequest, answers: list[DecodedAnswer], engine: str | None) -> None:
         if self.sessions is None:

@@ -15,8 +15,6 @@ from rayrft.endpoint.replies import CheckedRequest, DecodedAnswer, ReplyForm, Te
 from rayrft.runtime.serving.http import UnsupportedParameter
 
 _Item = dict[str, Any]
-
-
 _TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
 _TEXTS = {"type": "array", "items": _TEXT}
 _OPERATION = {"enum": ["create_file", "update_file", "delete_file"]}

@@ -106,7 +106,6 @@ class RewardEndpoint(HttpService):
         self._totals: dict[str, DomainStats] = {}
 
     def routes(self) -> Iterator[Route]:
-        """See `HttpService`."""
         yield "POST", "/v1/score", self._score, True
         yield "GET", "/v1/stats", self._stats, False
 
@@ -149,7 +148,7 @@ class RewardEndpoint(HttpService):
 
 
 def build_reward_endpoint(
-    count: Callable[[str], None], config: RewardServiceConfig, key_digests: tuple[str, ...], service: RewardService
+    config: RewardServiceConfig, key_digests: tuple[str, ...], service: RewardService, count: Callable[[str], None]
 ) -> RewardEndpoint:
     """Build the API over the replicas of a service."""
     pool = Rewards(config.reward, [], lambda: ServeBackend(service))

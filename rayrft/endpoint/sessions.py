@@ -225,7 +225,6 @@ class Sessions:
         return groups, dropped
 
     def stats(self) -> SessionStats:
-        """Return the counts so far."""
         counts = (self._calls, self._how, self._feedback, self._lost)
         return SessionStats(len(self._open), len(self._aging), *map(dict, counts))
 

@@ -106,7 +106,6 @@ class _Hosts:
                     self._end(host)
 
     async def close(self) -> None:
-        """End all processes."""
         for host in list(self._all):
             self._end(host)
 

@@ -129,7 +129,6 @@ class FeedbackPage(HttpService):
         self._delivery: Delivery | None = None
 
     def routes(self) -> Iterator[Route]:
-        """See `HttpService`."""
         for handle in (self._next, self._judge, self._undo, self._keep, self._leave, self._me):
             yield "POST", f"/v1/{handle.__name__[1:]}", handle, True
         yield "GET", "/v1/image", self._image, False
@@ -307,17 +306,9 @@ class FeedbackPage(HttpService):
 
     async def _me(self, request: Request) -> Response:
         body = await self._asked(PersonRequest, request)
-        about = {
-            "run": self._name,
-            "labels": self._settings.labels,
-            "levels": self._settings.levels,
-            "rewards": self._settings.reward_range if self._settings.set_rewards else None,
-            "agreement": self._settings.agreement,
-            "rule": self._settings.rule,
-            "lease_s": self._settings.lease_s,
-            "notice": self._notice,
-        }
-        return JSONResponse({**about, **self._progress(body.person)})
+        about = self._settings.model_dump(include={"labels", "levels", "agreement", "rule", "lease_s"})
+        about["rewards"] = self._settings.reward_range if self._settings.set_rewards else None
+        return JSONResponse({"run": self._name, **about, "notice": self._notice, **self._progress(body.person)})
 
     async def _stats(self, request: Request) -> Response:
         await self.begin()
@@ -361,13 +352,13 @@ class FeedbackPage(HttpService):
 
 
 def build_page(
-    count: Callable[[str], None],
     run: RunConfig,
     folder: Path,
     settings: FeedbackConfig,
     key_digests: tuple[str, ...],
     namespace: str,
     buffer: str,
+    count: Callable[[str], None],
 ) -> FeedbackPage:
     """Build the page of the run in a folder, whose Buffer has this name and namespace, and start to read its rows."""
     load_plugins(run.plugins)

@@ -77,7 +77,6 @@ class Delivery:
         return DeliveryOutcome("applied")
 
     async def close(self) -> None:
-        """End."""
         await cancel(self._task)
 
     def _is_unsent(self, judgement: Judgement) -> bool:

@@ -18,7 +18,6 @@ FILE = "journal.jsonl"
 
 
 def feedback_folder(run: Path) -> Path:
-    """Return the folder of feedback in a run's folder."""
     return run / "feedback"
 
 

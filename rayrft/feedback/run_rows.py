@@ -17,7 +17,7 @@ from rayrft.config import FolderConfig
 from rayrft.data.demonstrations import expert_row
 from rayrft.data.task_sources import read_held_out, read_source
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import ActorDied, DataError, RunNotFound
+from rayrft.errors import DataError, RunNotFound
 from rayrft.experience import Experience, field_values
 from rayrft.feedback.items import SHOWN, ShownAnswer, ShownGroup
 from rayrft.feedback.judgements import Judgement
@@ -37,12 +37,11 @@ class RunRows:
         self._lock = threading.Lock()
         self._archive: Archive | None = None
         self._tokenizer: ChatTokenizer | None = None
-        self._handle: Handle[Buffer] | None = None
 
     def running(self) -> bool:
         """Return whether the run has a Buffer that takes feedback."""
         with contextlib.suppress(RunNotFound):
-            return bool(self._find_buffer())
+            return bool(self._running_buffer())
         return False
 
     def groups(self) -> list[ShownGroup]:
@@ -74,8 +73,7 @@ class RunRows:
     def feedback(self, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
         """Change a row before it is trained. Raises RunNotFound or ActorDied if the run's Buffer is not there, and the
         errors of `Buffer.feedback`."""
-        with self._calling() as buffer:
-            answer(buffer.call(Buffer.feedback, experience_id, reward, labels), "buffer")
+        answer(self._running_buffer().call(Buffer.feedback, experience_id, reward, labels), "buffer")
 
     def demonstrate(self, judgement: Judgement) -> str:
         """Give the run an edited answer to imitate, once; return the demonstration's experience id. Raises DataError if
@@ -88,15 +86,13 @@ class RunRows:
                 path = self._folder / "model" if model.tiny is not None else str(model.path)
                 self._tokenizer = ChatTokenizer(path, template=model.template)
         made = edited_row(row, judgement, self._name, self._tokenizer.response(judgement.edit))
-        with self._calling() as buffer:
-            load_dataset(buffer, [made], self._name, extend=True)
+        load_dataset(self._running_buffer(), [made], self._name, extend=True)
         return made.experience_id
 
     def withdraw(self, demonstration: str) -> None:
         """Stop the run from drawing a demonstration. Raises RunNotFound or ActorDied if its Buffer is not there."""
         name, _, _ = demonstration.partition("/")
-        with self._calling() as buffer:
-            answer(buffer.call(Buffer.withdraw, name, [demonstration]), "buffer")
+        answer(self._running_buffer().call(Buffer.withdraw, name, [demonstration]), "buffer")
 
     def _read(self) -> Archive:
         with self._lock:
@@ -104,22 +100,12 @@ class RunRows:
                 self._archive = Archive.of_run(self._folder)
             return self._archive
 
-    @contextlib.contextmanager
-    def _calling(self) -> Iterator[Handle[Buffer]]:
-        """Give the Buffer, and forget it if it has died."""
-        try:
-            yield self._find_buffer()
-        except ActorDied:
-            self._handle = None
-            raise
-
-    def _find_buffer(self) -> Handle[Buffer]:
-        # An ending run kills its actors one by one.
-        if self._buffer is not None and not (self._folder / "summary.json").exists():
-            self._handle = self._handle or named_actor(self._buffer, self._namespace)
-            if self._handle is not None:
-                return self._handle
-        raise RunNotFound("the run is not running, so it has no Buffer", field="run", value=str(self._folder))
+    def _running_buffer(self) -> Handle[Buffer]:
+        ended = (self._folder / "summary.json").exists()  # an ending run kills its actors one by one
+        found = None if self._buffer is None or ended else named_actor(self._buffer, self._namespace)
+        if found is None:
+            raise RunNotFound("the run is not running, so it has no Buffer", field="run", value=str(self._folder))
+        return found
 
 
 def edited_row(row: Experience, judgement: Judgement, name: str, response: list[int]) -> Experience:

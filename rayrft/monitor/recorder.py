@@ -63,7 +63,6 @@ class Recorder:
         return {record_key(each) for each in records if not isinstance(each, NoteRecord)}
 
     def restarts(self) -> list[RestartRecord]:
-        """Return the records of restarts so far."""
         return [each for each in self.file.read() if isinstance(each, RestartRecord)]
 
     async def add(self, record: Record) -> None:

@@ -138,11 +138,6 @@ def read_summary(folder: Path) -> Summary | None:
         return None
 
 
-def remove_summary(folder: Path) -> None:
-    """Delete the summary of a run that is being resumed."""
-    (folder / "summary.json").unlink(missing_ok=True)
-
-
 class Totals:
     """What a summary says of a run's records: each is added once, in order, and none is kept."""
 

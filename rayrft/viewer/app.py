@@ -54,9 +54,9 @@ class Viewer(HttpService):
         storage: Path,
         config: ViewerConfig,
         key_digests: tuple[str, ...],
-        count: Callable[[str], None] = lambda outcome: None,
         buffers: Callable[[FolderConfig], tuple[str, str | None]] = lambda run: ("", None),
         reports: Reports | None = None,
+        count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
         super().__init__(config, key_digests, count)
         self._runs, self._buffers = Runs(storage, reports), buffers
@@ -65,7 +65,6 @@ class Viewer(HttpService):
         its journal at the first request with a key."""
 
     def routes(self) -> Iterator[Route]:
-        """See `HttpService`."""
         for view in VIEWS:
             for name, query in view.QUERIES.items():
                 yield "GET", f"/v1/{name}", self._handler(query), True
@@ -154,18 +153,6 @@ def _parameters(model: type[Any], request: Request) -> Any:
 
 def _json(value: Any) -> Response:
     return Response(to_json(value, inf_nan_mode="null"), media_type="application/json")
-
-
-def build_viewer(
-    count: Callable[[str], None],
-    storage: Path,
-    config: ViewerConfig,
-    key_digests: tuple[str, ...],
-    buffers: Callable[[FolderConfig], tuple[str, str | None]],
-    reports: Reports,
-) -> Viewer:
-    """Build the viewer on Ray Serve."""
-    return Viewer(storage, config, key_digests, count, buffers, reports)
 
 
 def check_storage_folder(storage: Path) -> None:

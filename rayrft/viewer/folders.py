@@ -55,7 +55,6 @@ class RunFolder:
 
     @cached_property
     def rows(self) -> RowIndex:
-        """The rows of the run's log."""
         return RowIndex(self.path)
 
     @property

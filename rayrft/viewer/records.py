@@ -100,14 +100,13 @@ class RecordTable:
                 column = self._columns.get(name, array("d"))
                 into[: len(column)] = np.frombuffer(column.tobytes())
             times = [*found["time"][:1].tolist(), *(each["time"] for each in self.marks[:1])]
-        sums = {
-            axis: np.nancumsum(found[f"sampled_{name}"]) for axis, name in (("samples", "rows"), ("tokens", "tokens"))
-        }
-        return {**found, **sums, "hours": (found["time"] - min(times, default=0.0)) / 3600}
+        samples, tokens = (np.nancumsum(found[f"sampled_{name}"]) for name in ("rows", "tokens"))
+        hours = (found["time"] - min(times, default=0.0)) / 3600
+        return {**found, "samples": samples, "tokens": tokens, "hours": hours}
 
-    def widest(self, count: int, last: int = _JUDGED) -> list[dict[str, Any]]:
-        """Return the widest of the ``last`` gaps, as in `gaps`."""
-        return sorted([*self.gaps.values()][-last:], key=lambda gap: -gap["mean"])[:count]
+    def widest(self, count: int) -> list[dict[str, Any]]:
+        """Return the widest of the latest gaps, as in `gaps`."""
+        return sorted([*self.gaps.values()][-_JUDGED:], key=lambda gap: -gap["mean"])[:count]
 
     @property
     def stage(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -230,12 +229,3 @@ def write_perfetto(run: Path, file: Path, first: int = 0, last: int | None = Non
             count += 1
         out.write("\n]}\n")
     return count
-
-
-def lanes_of(spans: Iterable[Span]) -> dict[str, list[Span]]:
-    """Return spans by lane, without groups: an engine has one lane for all that ask it."""
-    lanes = defaultdict[str, list[Span]](list)
-    for span in spans:
-        if not span.parts:
-            lanes[span.lane].append(span)
-    return dict(lanes)

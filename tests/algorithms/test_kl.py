@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms import Coefficients, Denominators, build, chosen_logprobs, kls
-from rayrft.algorithms.entropy import bonus, target
-from rayrft.algorithms.kl import KL, k1, k1_st, k2, k3, k3_st, k3_unbiased
+from rayrft.algorithms.kl import KL, bonus, k1, k1_st, k2, k3, k3_st, k3_unbiased, target
 from tests.algorithms.flat import LOG2, leaf, make_batch, output, token_logprobs
 
 REFERENCE = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)

@@ -74,7 +74,7 @@ class ProcessPool:
         spares: int = 1,
         answer_limit: int = 1 << 20,
         start_s: float = 60.0,
-        warm_up: Callable[[], None] | None = None,
+        warm_up: Callable[[], object] | None = None,
         inherit: bool = False,
     ) -> None:
         hide_gpus()

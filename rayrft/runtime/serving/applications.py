@@ -202,7 +202,7 @@ def _taken(host: str, port: int) -> str | None:
 
 @dataclass(frozen=True)
 class HttpApplication:
-    """A service over HTTP at ``/<route>``; ``build(count, *arguments)`` builds each replica, in its event loop. The
+    """A service over HTTP at ``/<route>``; ``build(*arguments, count=…)`` builds each replica, in its event loop. The
     application is deleted when its owner has died, since nobody else may be left to do so."""
 
     name: str
@@ -229,7 +229,7 @@ class HttpReplica:
         def count(outcome: str) -> None:
             counter.inc(tags={"app": name, "outcome": outcome})
 
-        self._service = application.build(count, *application.arguments)
+        self._service = application.build(*application.arguments, count=count)
         self._watching = asyncio.create_task(delete_with(application.owner, name))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

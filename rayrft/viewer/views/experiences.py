@@ -194,8 +194,4 @@ def _decoder(folder: Path, model: str) -> Any:
     return lru_cache(maxsize=1 << 16)(lambda token: tokenizer.decode([token], skip_special_tokens=False))
 
 
-QUERIES: dict[str, Query] = {
-    "rows": (RowsRequest, _rows),
-    "row": (RowRequest, _row),
-    "image": (ImageRequest, _image),
-}
+QUERIES: dict[str, Query] = {"rows": (RowsRequest, _rows), "row": (RowRequest, _row), "image": (ImageRequest, _image)}

@@ -63,7 +63,4 @@ def _accuracy(run: RunFolder, columns: dict[str, Any], axis: str) -> dict[str, A
     return {"run": run.name, **found, "versions": [each.get("version") for each in measured], "mean_of": 1}
 
 
-QUERIES: dict[str, Query] = {
-    "runs": (StorageRequest, _list),
-    "compare": (CompareRequest, _compare),
-}
+QUERIES: dict[str, Query] = {"runs": (StorageRequest, _list), "compare": (CompareRequest, _compare)}

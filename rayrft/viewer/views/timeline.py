@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from typing import Any
 
 from pydantic import Field
 
 from rayrft.viewer.folders import Runs
-from rayrft.viewer.timeline import Span, critical_path, lanes_of, merged, read_spans, steps_of
+from rayrft.viewer.timeline import Span, critical_path, merged, read_spans, steps_of
 from rayrft.viewer.views import Query, RunRequest
 
 _STEPS = 5
@@ -41,7 +42,10 @@ def _timeline(runs: Runs, asked: TimelineRequest) -> dict[str, Any]:
     groups = [span for span in spans if span.parts]
     shown = [step for step in steps if step.end > start and step.start < end]
     thin = (end - start) / _PIXELS if len(spans) > _MOST else 0.0
-    lanes = lanes_of(merged(spans, thin) if thin else spans)
+    lanes = defaultdict[str, list[Span]](list)  # an engine has one for all that ask it
+    for span in merged(spans, thin) if thin else spans:
+        if not span.parts:
+            lanes[span.lane].append(span)
     paths = [critical_path(step, groups) for step in shown]
     return {
         "run": run.name,
