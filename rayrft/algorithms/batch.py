@@ -93,8 +93,10 @@ class TokenBatch:
         """Return the batch with only the tokens of ``rows`` (``[N]`` bool) masked in, and zeros in per-token fields
         elsewhere, so that undefined values reach no loss or gradient."""
         mask = self.mask & rows[self.sequence]
-        fields = {name: value for name in PER_TOKEN if (value := getattr(self, name)) is not None}
-        return replace(self, mask=mask, **{name: keep(value, mask) for name, value in fields.items()})
+        fields = {name: getattr(self, name) for name in PER_TOKEN}
+        return replace(
+            self, mask=mask, **{name: keep(value, mask) for name, value in fields.items() if value is not None}
+        )
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum ``[T]`` over the masked-in tokens of a row, to ``[N]``."""

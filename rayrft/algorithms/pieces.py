@@ -103,8 +103,9 @@ class Pieces(Generic[F]):
         """Return the piece of this name, or the function at ``package.module:attribute``, which has no needs and traits
         unless registered. Raises ConfigError if there is none."""
         function = self._function(name)
+        defaults = {key: parameter.default for key, parameter in _keywords(function).items()}
         needs, traits = self._properties.get(function, (frozenset(), frozenset()))
-        return Piece(self.kind, name, function, needs, traits, _defaults(function))
+        return Piece(self.kind, name, function, needs, traits, defaults)
 
     def __contains__(self, name: str) -> bool:
         """Return whether a function is registered, by name or path. Raises ConfigError if a path leads to nothing."""
@@ -128,10 +129,10 @@ def fault(value: object, hint: Any) -> str | None:
 
 
 @functools.cache
-def _defaults(function: Callable[..., Any]) -> dict[str, Coefficient]:
-    """Return the defaults of the keyword-only parameters. Raises ConfigError on one without a default."""
-    found = {k: v.default for k, v in inspect.signature(function).parameters.items() if v.kind is v.KEYWORD_ONLY}
-    for key, default in found.items():
-        if default is inspect.Parameter.empty:
+def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the keyword-only parameters. Raises ConfigError on one without a default."""
+    found = {k: v for k, v in inspect.signature(function).parameters.items() if v.kind is v.KEYWORD_ONLY}
+    for key, parameter in found.items():
+        if parameter.default is inspect.Parameter.empty:
             raise ConfigError("a coefficient needs a default", field=f"{function.__qualname__}.{key}")
     return found
