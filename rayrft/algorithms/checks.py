@@ -5,6 +5,7 @@ Every check raises ConfigError with the key under ``algorithm``, the value, and 
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Mapping
 from typing import Any, cast
@@ -35,13 +36,20 @@ def refuse(key: str, problem: str, remedy: str = "", value: Any = None) -> Confi
     return ConfigError(problem, remedy, field=f"algorithm.{key}", value=value)
 
 
+@functools.cache
+def _hints() -> dict[str, Any]:
+    """Return the accepted types of the fields of an algorithm."""
+    return typing.get_type_hints(Algorithm, include_extras=True)
+
+
 def check_field(algorithm: Algorithm, key: str, value: Any) -> None:
     """Check that a given field has a valid value and an effect."""
-    if wrong := fault(value, typing.get_type_hints(Algorithm, include_extras=True)[key]):
+    several = key == "correction" and isinstance(value, tuple)
+    names, hint = (value, str) if several else ((value,), str if key == "correction" else _hints()[key])
+    if wrong := next(filter(None, (fault(name, hint) for name in names)), None):
         raise refuse(key, wrong, value=value)
     if key in REGISTRIES:
         algorithm.pieces(key)
-        names = value if isinstance(value, tuple) else (value,)
         if len(names) != 1 and (len(set(names)) < len(names) or not names or NONE in names):
             problem = f"must list different pieces, without {NONE!r}"
             raise refuse(key, problem, "name each once, or leave the key out", list(names))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar, cast
-
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from rayrft.errors import ConfigError
 from rayrft.registry import Registry
@@ -26,9 +26,23 @@ NONE = "none"
 Coefficient = float | int | bool | str | Mapping[str, float] | None
 
 Need = Literal[
-    "rollouts", "expert", "reference", "critic", "pairs", "labels", "reference_kl", "proximal", "teacher",
-    "teacher_logprobs", "teacher_candidates", "greedy_baseline", "turns", "states", "components", "answer_length",
-]  # fmt: skip
+    "rollouts",
+    "expert",
+    "reference",
+    "critic",
+    "pairs",
+    "labels",
+    "reference_kl",
+    "proximal",
+    "teacher",
+    "teacher_logprobs",
+    "teacher_candidates",
+    "greedy_baseline",
+    "turns",
+    "states",
+    "components",
+    "answer_length",
+]
 """Inputs of an algorithm besides rewards and behaviour log-probs. Pieces name them; `Algorithm.needs` adds ``rollouts``
 and ``expert``, usual and expert rows."""
 
@@ -49,15 +63,36 @@ Trait = Literal[
 """
 
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-OpenFraction = Annotated[float, Field(gt=0, lt=1)]
-BelowHalf = Annotated[float, Field(ge=0, lt=0.5)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-AboveOne = Annotated[float, Field(gt=1, allow_inf_nan=False)]
-Weight = Annotated[float, Field(allow_inf_nan=False)]
-Steps = Annotated[int, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
+@dataclass(frozen=True)
+class Interval:
+    """The accepted numbers of a coefficient."""
+
+    low: float
+    high: float
+    low_is_in: bool = True
+    high_is_in: bool = True
+
+    def __contains__(self, value: float) -> bool:
+        above = self.low <= value if self.low_is_in else self.low < value
+        below = value <= self.high if self.high_is_in else value < self.high
+        return above and below and value < math.inf
+
+    def __str__(self) -> str:
+        if self.high < math.inf:
+            opening, closing = "[" if self.low_is_in else "(", "]" if self.high_is_in else ")"
+            return f"lie in {opening}{self.low:g}, {self.high:g}{closing}"
+        return f"be at least {self.low:g}" if self.low_is_in else f"be above {self.low:g}"
+
+
+Fraction = Annotated[float, Interval(0.0, 1.0)]
+OpenFraction = Annotated[float, Interval(0.0, 1.0, low_is_in=False, high_is_in=False)]
+BelowHalf = Annotated[float, Interval(0.0, 0.5, high_is_in=False)]
+Positive = Annotated[float, Interval(0.0, math.inf, low_is_in=False)]
+NonNegative = Annotated[float, Interval(0.0, math.inf)]
+AboveOne = Annotated[float, Interval(1.0, math.inf, low_is_in=False)]
+Weight = Annotated[float, Interval(-math.inf, math.inf, low_is_in=False)]
+Steps = Annotated[int, Interval(0.0, math.inf)]
+Count = Annotated[int, Interval(1.0, math.inf)]
 
 
 @dataclass(frozen=True)
@@ -76,8 +111,8 @@ class Piece(Generic[F]):
         return cast(F, functools.partial(self.function, **{k: v for k, v in values.items() if k in self.coefficients}))
 
     def fault(self, coefficient: str, value: Coefficient) -> str | None:
-        """Return why a value is invalid, such as ``Input should be less than or equal to 1``; None if it is valid."""
-        return fault(value, typing.get_type_hints(self.function, include_extras=True).get(coefficient, Any))
+        """Return why a value is invalid, such as ``must lie in [0, 1]``; None if it is valid."""
+        return fault(value, _parameters(self.function).get(coefficient))
 
 
 class Pieces(Generic[F]):
@@ -118,14 +153,36 @@ class Pieces(Generic[F]):
         return iter(self._functions)
 
 
-def fault(value: object, hint: Any) -> str | None:
-    """Return why a value does not fit the annotation ``hint``; None if it fits."""
-    try:
-        TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True)).validate_python(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        return ": ".join([*map(str, first["loc"]), first["msg"]])
-    return None
+def fault(value: Coefficient, hint: Any) -> str | None:
+    """Return why a value does not fit the annotation ``hint``; None if it fits, or ``hint`` is not of numbers, flags,
+    strings and mappings of names to them."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        faults = [fault(value, member) for member in arguments]
+        return None if None in faults else faults[0]
+    if origin is Annotated:
+        kind, interval = arguments
+        return fault(value, kind) or (None if cast(float, value) in interval else f"must {interval}")
+    if origin is Mapping:
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            return "must be a mapping of names to numbers"
+        named = {key: fault(each, arguments[1]) for key, each in value.items()}
+        return next((f"of {key!r} {wrong}" for key, wrong in named.items() if wrong), None)
+    if origin is Literal:
+        return None if value in arguments else f"must be one of {', '.join(map(str, arguments))}"
+    if hint is type(None):
+        return None if value is None else "must be left out"
+    accepted, called = _KINDS.get(hint, ((object,), "fit"))
+    fits = isinstance(value, accepted) and (hint not in (float, int) or not isinstance(value, bool))
+    return None if fits else f"must be {called}"
+
+
+_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    float: ((float, int), "a number"),
+    int: ((int,), "a whole number"),
+    bool: ((bool,), "true or false"),
+    str: ((str,), "text"),
+}
 
 
 @functools.cache
@@ -136,3 +193,8 @@ def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         if parameter.default is inspect.Parameter.empty:
             raise ConfigError("a coefficient needs a default", field=f"{function.__qualname__}.{key}")
     return found
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    return typing.get_type_hints(function, include_extras=True)

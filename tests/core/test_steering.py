@@ -175,7 +175,7 @@ def test_a_running_run_is_steered_from_here_and_from_another_process(ray_cluster
 
     before = (run.folder / "config.yaml").read_text()
     for key, value, reason in (
-        ("stages.mix.algorithm.mu", 2, "less than or equal to 1"),
+        ("stages.mix.algorithm.mu", 2, "must lie in"),
         ("stages.mix.batch_size", 40, "cannot change while the run is running"),
         ("stages.mix.steps", 0, "greater than or equal to 1"),
         ("max_stalenes", 2, "did you mean 'max_staleness'"),
