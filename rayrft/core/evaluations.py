@@ -155,4 +155,8 @@ class Evaluations:
             record = EvaluationRecord.of(stage.name, step, stage_step, temperature, result, seconds, skipped)
             await self.recorder.add(record)
             records.append(record)
+            if result.unknown:
+                reasons = ", ".join(f"{count} {reason}" for reason, count in [*result.unknown.items()][:3])
+                text = f"held-out attempts without a reward: {reasons}"
+                await self.recorder.note(f"{text}; {result.error}" if result.error else text, stage.name, step)
         return records

@@ -32,6 +32,8 @@ class Attempt:
     """Why the reward is unknown."""
     versions: tuple[int, ...] = ()
     """Versions of the weights that its tokens were sampled under."""
+    error: str | None = None
+    """The error of the workflow or environment, of an attempt that failed."""
 
     @property
     def right(self) -> bool:
@@ -67,6 +69,8 @@ class Evaluation:
     """Over attempts."""
     unknown: dict[str, int] = field(default_factory=dict)
     """Attempts without a reward, by reason."""
+    error: str | None = None
+    """The error of the first of these attempts that has one."""
     mean_tokens: float = math.nan
     """Tokens that the model produced, per attempt."""
     cut_share: float = math.nan
@@ -104,6 +108,7 @@ def measure(attempts: Iterable[Attempt], ks: Sequence[int] = (), *, seed: int = 
         },
         mean_reward=sum(rewards) / len(rewards) if rewards else math.nan,
         unknown=dict(Counter(attempt.problem or "no reason given" for attempt in every if attempt.reward is None)),
+        error=next((attempt.error for attempt in every if attempt.error), None),
         mean_tokens=sum(attempt.tokens for attempt in ran) / len(ran) if ran else math.nan,
         cut_share=sum(attempt.cut for attempt in ran) / len(ran) if ran else math.nan,
         versions=tuple(sorted({version for attempt in every for version in attempt.versions})),

@@ -90,7 +90,7 @@ class Evaluator:
         attempts = [self._attempt_of(task, repeat, rows) for repeat, rows in scored.items()]
         missing = [repeat for repeat in range(first, samples) if repeat not in scored]
         failed = zip(missing, rollout.failed.elements(), strict=True)
-        attempts += [Attempt(task.id, repeat, None, problem=reason) for repeat, reason in failed]
+        attempts += [Attempt(task.id, repeat, None, problem=reason, error=rollout.problem) for repeat, reason in failed]
         return sorted(attempts, key=lambda attempt: attempt.repeat)
 
     def _attempt_of(self, task: Task, repeat: int, rows: list[tuple[Experience, RewardResult]]) -> Attempt:

@@ -107,6 +107,15 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     return lambda engines: Subject(tmp_path, engines)
 
 
+async def test_attempts_without_a_reward_are_noted_with_their_reasons_and_an_error(make: Make) -> None:
+    subject = make(0)
+    failed = Attempt("a", 1, None, problem="workflow_error", error="status 3: no such model")
+    attempts = [failed, Attempt("b", 0, None, problem="timeout"), Attempt("c", 0, 1.0, tokens=3, versions=(4,))]
+    subject.explorer.answers.put_nowait(measure(attempts, [1]))
+    await subject.at(4)
+    assert all(each in subject.notes for each in ("1 workflow_error, 1 timeout", "status 3: no such model"))
+
+
 async def test_without_engines_of_its_own_it_is_over_when_it_returns(make: Make) -> None:
     made = make(0)
     made.explorer.answers.put_nowait(answer(4))

@@ -16,7 +16,7 @@ from rayrft.config.explorer import EngineConfig
 from rayrft.config.trainer import ProbeBounds
 from rayrft.errors import ConfigError
 from rayrft.explorer.engines import arguments
-from rayrft.explorer.engines.arguments import OptionGap, check_options, vllm_release
+from rayrft.explorer.engines.arguments import OptionGap, check_options, engine_arguments, vllm_release
 from rayrft.explorer.engines.engine import RolloutEngine
 from tests.errors import about
 
@@ -101,6 +101,15 @@ async def test_engines_on_cpus_compile_nothing_and_split_no_prompt(
     found, _ = await recorded(monkeypatch, tiny_model, EngineConfig(), "float32")
     assert found.enforce_eager and found.enable_chunked_prefill is False and found.max_num_seqs == 256
     assert found.max_num_batched_tokens == 256 * 64 and found.kv_cache_memory_bytes == 64 << 20
+
+
+@pytest.mark.parametrize(("max_length", "tokens"), [(48, 256 * 48), (4096, 256 * 64), (131072, 131072)])
+def test_a_step_of_an_engine_on_cpus_has_room_for_a_whole_prompt_and_not_for_one_of_each_sequence(
+    max_length: int, tokens: int
+) -> None:
+    settings = {"dtype": "float32", "seed": 0, "sees": False, "structured": False}
+    found = engine_arguments("model", EngineConfig(), max_length=max_length, **settings)  # type: ignore[arg-type]
+    assert found["max_num_batched_tokens"] == tokens
 
 
 async def test_options_reach_vllm_and_win_over_defaults(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,11 +36,11 @@ LATER = f"{LOGGED}Exception: WorkerProc initialization failed due to an exceptio
         (f"{FIRST}\n{LATER}", "Exception: WorkerProc initialization failed due to", "raise engine.tensor_parallel"),
         (f"{LOGGED}KeyError: 'qkv'", "", "see the engine's log"),
         ("WARNING [a.py:1] ImportError: no tcmalloc", f"RuntimeError: {NONE}", "raise engine.gpu_memory_utilization"),
-        (LATER, "killed", None),
+        (LATER, "Killed", "lower max_length"),
     ],
 )
-def test_the_first_error_that_is_printed_is_named_with_a_remedy(
-    logged: str, raised: str, remedy: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_first_error_that_is_printed_or_a_death_without_one_is_named_with_a_remedy(
+    logged: str, raised: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs = tmp_path / "out", tmp_path / "err"
     monkeypatch.setattr(core_output, "OUTPUTS", outputs)
@@ -51,11 +51,7 @@ def test_the_first_error_that_is_printed_is_named_with_a_remedy(
         with file.open("a") as opened:
             opened.write(f"Traceback (most recent call last):\n{text}\n")
     found = start_failure("engine-1", before)
-    assert (found is None) == (remedy is None)
-    if found is not None:
-        assert (
-            str(remedy) in found.remedy and "initialization failed" not in found.problem and found.field == "engine-1"
-        )
+    assert remedy in found.remedy and "initialization failed" not in found.problem and found.field == "engine-1"
 
 
 class WithCore(RolloutEngine):

@@ -155,7 +155,8 @@ async def test_a_failed_or_stuck_attempt_is_unknown_by_its_reason_and_takes_none
     subject = evaluator(tiny_model, Engines(), **troubled(trouble), **{"explorer.deadline_s": 2.0})
     [group] = [group async for group in subject.each(spelling(1), 3, 1.0)]
     assert [(attempt.repeat, attempt.reward) for attempt in group] == [(0, 1.0), (1, None), (2, None)]
-    assert measure(group, [1]).unknown == {reason: 2}
+    found = measure(group, [1])
+    assert found.unknown == {reason: 2} and f"on task {group[0].task_id}" in str(found.error)
 
 
 async def test_no_more_attempts_are_made_at_once_than_engines_decode(tiny_model: Path) -> None:

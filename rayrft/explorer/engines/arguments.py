@@ -108,6 +108,9 @@ _ALTER = {
 }
 """Arguments that alter the log-probs of tokens, by how much a GPU must show: see `OptionGap`."""
 
+_STEP_TOKENS = 64
+"""Tokens of a sequence that fit in a step of an engine on CPUs, in the mean; a prompt may have all of them."""
+
 _PLAIN: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
 
@@ -225,7 +228,8 @@ def engine_arguments(
             # cannot be rewound.
             "enable_chunked_prefill": False,
             "block_size": 32,  # a prefix is shared in whole blocks, which have 128 tokens otherwise
-            "max_num_batched_tokens": config.most_running * max_length,
+            # vLLM allocates its inputs for so many tokens: with a long context those of every sequence are gigabytes.
+            "max_num_batched_tokens": max(max_length, config.most_running * min(max_length, _STEP_TOKENS)),
         }
     if sees:
         # No cache of processed images: it is cleared when weights change, and requests in flight would miss theirs.

@@ -29,12 +29,13 @@ def printed_bytes() -> list[int]:
     return [file.stat().st_size if file.is_file() else 0 for file in OUTPUTS]
 
 
-def start_failure(engine: str, before: list[int]) -> ActorDied | None:
-    """Return the first error that was printed after so many bytes; None if no file has one. Another start may succeed,
-    once the memory of an engine that died is free."""
+def start_failure(engine: str, before: list[int]) -> ActorDied:
+    """Return the first error that was printed after so many bytes; a killed process prints none. Another start may
+    succeed, once the memory of an engine that died is free."""
     for file, size in zip(OUTPUTS, before, strict=True):
         text = file.read_bytes()[size:].decode(errors="replace") if file.is_file() else ""
         if found := _ERROR.search(text):
             remedy = next((remedy for part, remedy in _REMEDIES.items() if part in found[1]), "see the engine's log")
-            return ActorDied(f"vLLM does not start: {found[1][:1000]}", remedy, field=engine)
-    return None
+            return ActorDied(f"vLLM does not start: {found[1][:1000].rstrip('.')}", remedy, field=engine)
+    remedy = "if the node's memory was full (dmesg), lower max_length or engine.max_running; else see the engine's log"
+    return ActorDied("vLLM's core process ended while it started, and printed no error", remedy, field=engine)

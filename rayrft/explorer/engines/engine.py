@@ -109,7 +109,7 @@ class RolloutEngine(Answering, Watched):
             remedy = "correct them, or remove them"
             raise ConfigError(first_line(error), remedy, field="engine.options", value=config.options) from None
         except RuntimeError as error:
-            raise start_failure(_own_name(), before) or error from None
+            raise start_failure(_own_name(), before) if "initialization failed" in str(error) else error from None
         await self._engine.update_weight_version("0")
         self._answers, self._loading = True, None
         self._watch_core()
