@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrft.config import RunConfig
-from rayrft.config.base import Section
 from rayrft.config.pipelines import PipelinesConfig
 from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.experience import SCHEMA, Experience, Task, field_values, to_batch
@@ -61,7 +60,11 @@ def check_experiences(config: RunConfig, model: str | None) -> None:
         remedy = "add one, such as expert_rows, or leave 'made' out"
         raise ConfigError("no operator makes rows", remedy, field="pipelines.made", value=made)
     actors = config.pipelines.actors
-    if actors is not None and actors.gpus and not any(_uses_gpus(link.operator.options) for link in links):
+    if (
+        actors is not None
+        and actors.gpus
+        and all(getattr(link.operator.options, "device", "cpu") == "cpu" for link in links)
+    ):
         remedy = "set option device of an operator that has it to cuda, or remove it"
         raise ConfigError("are not used by any operator", remedy, field="pipelines.actors.gpus", value=actors.gpus)
     drawn_by = config.buffer.sampler.score if config.buffer.needs_scores else None
@@ -70,10 +73,6 @@ def check_experiences(config: RunConfig, model: str | None) -> None:
         problem = "no operator on experiences writes a priority"
         remedy = "add a function of your own, of kind 'prioritise', to pipelines.experiences, or use another score"
         raise ConfigError(problem, remedy, field="buffer.sampler.score", value=drawn_by)
-
-
-def _uses_gpus(options: Section) -> bool:
-    return getattr(options, "device", "cpu") != "cpu"
 
 
 def experience_chain(config: RunConfig, model: str | None) -> GroupChain:
@@ -118,9 +117,8 @@ class ExperiencePipeline:
         except OperatorFailed as error:
             if self._stops:
                 raise
-            return VerifiedGroup(
-                [], Counter({self._log.fail(error, len(rows), len(rows)): len(rows)}), None, str(error)
-            )
+            reason = self._log.fail(error, len(rows), len(rows))
+            return VerifiedGroup([], Counter({reason: len(rows)}), problem=str(error))
         left_out, problem = self._log.add(worked.outcomes, {row.experience_id for row in rows})
         return VerifiedGroup(kept, left_out, made, problem)
 

@@ -29,7 +29,7 @@ from rayrft.pipelines.operator import (
     is_list,
     is_text,
     register_operator,
-    with_column,
+    with_values,
 )
 from rayrft.pipelines.rows import FORMULA, of_groups, texts, with_numbers
 
@@ -53,7 +53,7 @@ class TextCleaner(Operator[C]):
     def apply(self, rows: pa.RecordBatch) -> Applied:
         for name in self.options.columns:
             changed = [None if text is None else self.change(text) for text in rows.column(name).to_pylist()]
-            rows = with_column(rows, name, pa.array(changed, rows.schema.field(name).type))
+            rows = with_values(rows, name, changed)
         return Applied(rows)
 
     def change(self, text: str) -> str:
