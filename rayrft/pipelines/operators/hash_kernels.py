@@ -122,8 +122,7 @@ def minhash(hashes, offsets, length, band_rows, multipliers, addends, low, keys)
             for number in range(len(multipliers)):
                 value = (gram * multipliers[number] + addends[number]) >> np.uint64(32)
                 minima[number] = min(minima[number], value)
-        for number in range(len(multipliers)):
-            low[text, number] = np.uint8(minima[number] & np.uint64(0xFF))
+        low[text] = minima.astype(np.uint8)
         for band in range(len(multipliers) // band_rows):
             key = np.uint32(_joined(minima, band * band_rows, (band + 1) * band_rows) >> np.uint64(32))
             keys[text, band] = key if key else np.uint32(1)
@@ -146,22 +145,21 @@ def link_near(order, keys, low, needed, root, reach):  # type: ignore[no-untyped
         if keys[order[start]] != 0 and end - start > 1:
             count = 0
             for place in range(start, end):
-                text, near = order[place], False
+                text = order[place]
                 for other in range(count):
                     one, two = _find(root, text), _find(root, seen[other])
                     if one == two:
-                        near = True
                         break
                     agree = 0
                     for number in range(low.shape[1]):
                         agree += low[text, number] == low[seen[other], number]
                     if agree >= needed:
                         root[max(one, two)] = min(one, two)
-                        near = True
                         break
-                if not near and count < reach:
-                    seen[count] = text
-                    count += 1
+                else:
+                    if count < reach:
+                        seen[count] = text
+                        count += 1
         start = end
 
 

@@ -87,13 +87,11 @@ def hash_numbers(hashes: U64, offsets: I64) -> U64:
     return sums[offsets[1:]] - sums[offsets[:-1]]
 
 
-def band_rows(threshold: float, recall: float = 0.999) -> int:
-    """Return how many minima a band may have so that two texts of this Jaccard similarity share a band with this
-    probability: 1 - (1 - s^r)^b."""
-    for rows in (16, 8, 4, 2):
-        if 1.0 - (1 - threshold**rows) ** (PERMUTATIONS // rows) >= recall:
-            return rows
-    return 1
+def band_rows(threshold: float) -> int:
+    """Return how many minima a band may have so that two texts of this Jaccard similarity share a band with a
+    probability of .999 or more: 1 - (1 - s^r)^b."""
+    likely = (rows for rows in (16, 8, 4, 2) if 1 - (1 - threshold**rows) ** (PERMUTATIONS // rows) >= 0.999)
+    return next(likely, 1)
 
 
 _RANDOM = np.random.default_rng(20260101)
