@@ -94,16 +94,8 @@ class ExperiencePipeline:
     """Sends the groups of an Explorer through the operators, wherever they are, and counts by operator."""
 
     def __init__(self, config: PipelinesConfig, links: Sequence[ChainLink], operators: Operators) -> None:
-        self._stops, self._operators = config.on_error == "stop", operators
+        self.operators, self._stops = operators, config.on_error == "stop"
         self._log = OperatorLog(links, "pipelines.experiences")
-
-    async def open(self) -> None:
-        """Start the operators. Raises ConfigError if they cannot be started."""
-        await self._operators.open()
-
-    async def close(self) -> None:
-        """End the processes or actors of the operators."""
-        await self._operators.close()
 
     async def process(self, task: Task, rows: list[Experience]) -> VerifiedGroup:
         """Verify the rows of a group.
@@ -112,7 +104,7 @@ class ExperiencePipeline:
         out on which it raises. Raises OperatorFailed if ``on_error`` is ``stop``.
         """
         try:
-            worked = await self._operators.apply(experience_batch(task, rows), task)
+            worked = await self.operators.apply(experience_batch(task, rows), task)
             kept, made = self._split(worked, rows)
         except OperatorFailed as error:
             if self._stops:
