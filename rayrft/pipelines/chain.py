@@ -128,17 +128,15 @@ def apply_link(link: ChainLink, rows: pa.RecordBatch, samples: int) -> tuple[pa.
         values = rows.take(pa.array([index for index, _ in gone])).to_pylist(maps_as_pydicts="lossy")
         left_out = [LeftOut(names[index], reason, row) for (index, reason), row in zip(gone, values, strict=True)]
         after = after.filter(pa.array([reason is None for reason in applied.reasons]))
-    made = applied.made.num_rows if applied.made is not None else 0
     made_rows: list[dict[str, Any]] = []
-    if applied.made is not None and made:
+    if applied.made is not None and applied.parents:
         parents = [tuple(names[index] for index in indices) for indices in applied.parents]
         added = fit_columns(applied.made, link.gives, (PARENTS, MADE_BY))
         added = mark_made(added, parents, f"{link.name}/{link.operator.version}", f"{link.field} {link.options}")
         made_rows = added.slice(0, samples).to_pylist(maps_as_pydicts="lossy")
         after = pa.concat_batches([after, added])
-    return after, Outcome(
-        rows.num_rows, after.num_rows, changed, made, seconds, left_out, changes, made_rows, list(applied.notes)
-    )
+    counts = rows.num_rows, after.num_rows, changed, len(applied.parents)
+    return after, Outcome(*counts, seconds, left_out, changes, made_rows, list(applied.notes))
 
 
 def apply_each(link: ChainLink, rows: pa.RecordBatch, samples: int) -> tuple[pa.RecordBatch, Outcome]:

@@ -77,17 +77,10 @@ def check_experiences(config: RunConfig, model: str | None) -> None:
 
 def experience_chain(config: RunConfig, model: str | None) -> GroupChain:
     """Return a run's operators on experiences, which may ask its auxiliary models, endpoints and rewards."""
-    pipelines = config.pipelines
-    return GroupChain(
-        pipelines.experiences,
-        EXPERIENCES,
-        "pipelines.experiences",
-        "experiences",
-        Context((), model, [*config.auxiliary, *pipelines.endpoints], scores=True, template=config.model.template),
-        tuple(config.plugins),
-        "experience_id",
-        _SAMPLED,
-    )
+    operators, plugins, place = config.pipelines.experiences, tuple(config.plugins), "pipelines.experiences"
+    models = [*config.auxiliary, *config.pipelines.endpoints]
+    context = Context((), model, models, scores=True, template=config.model.template)
+    return GroupChain(operators, EXPERIENCES, place, "experiences", context, plugins, "experience_id", _SAMPLED)
 
 
 class ExperiencePipeline:

@@ -159,13 +159,9 @@ class LocalOperators:
         self._open_models, self._opened = models, AsyncExitStack()
         self._models: ModelServer | None = None
         self._links, self._key, self._deadline_s = chain.build(), chain.key, config.deadline_s
+        create = partial(GroupHost, chain, config.on_error == "leave_out")
         self._calls = CallQueue[pa.RecordBatch, GroupResult](
-            operator_pool(
-                partial(GroupHost, chain, config.on_error == "leave_out"),
-                chain.plugins,
-                processes=config.workers + chain.whole,
-                spares=int(chain.whole),
-            ),
+            operator_pool(create, chain.plugins, processes=config.workers + chain.whole, spares=int(chain.whole)),
             self._make,
             workers=config.workers,
             spare=0,
