@@ -253,7 +253,7 @@ class FunctionOperator(Operator[Section]):
                 raise ValueError(f"a made row has the column {name!r}, and the rows have {rows.schema.names}")
             kept = rows.column(name).to_pylist()
             columns[name] = [each.get(name, kept[row]) for row, each in made]
-        return copied(rows, [row for row, _ in made], columns)
+        return copy_parents(rows, [row for row, _ in made], columns)
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -282,16 +282,16 @@ def with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordB
     return rows.append_column(name, values)
 
 
-def with_values(rows: pa.RecordBatch, name: str, values: Iterable[Any]) -> pa.RecordBatch:
+def with_column_values(rows: pa.RecordBatch, name: str, values: Iterable[Any]) -> pa.RecordBatch:
     """Return rows with other values in a column, which keeps its type."""
     return with_column(rows, name, pa.array(values, rows.schema.field(name).type))
 
 
-def copied(rows: pa.RecordBatch, parents: Sequence[int], columns: Mapping[str, Iterable[Any]]) -> Applied:
+def copy_parents(rows: pa.RecordBatch, parents: Sequence[int], columns: Mapping[str, Iterable[Any]]) -> Applied:
     """Return the rows as they are, and a copy of each parent, by index, with these values of columns."""
     made = rows.take(pa.array(parents, pa.int64()))
     for name, values in columns.items():
-        made = with_values(made, name, values)
+        made = with_column_values(made, name, values)
     return Applied(rows, made=made, parents=[(index,) for index in parents])
 
 

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from rayrft.config.base import Section, invalid, section_rule
 from rayrft.experience import SCHEMA, list_column
-from rayrft.pipelines.operator import Applied, Operator, Reads, Wants, register_operator, with_values
+from rayrft.pipelines.operator import Applied, Operator, Reads, Wants, register_operator, with_column_values
 from rayrft.pipelines.operators.filters import Conditional, ConditionalOperator
 from rayrft.pipelines.rows import numbers
 
@@ -95,12 +95,12 @@ class Truncate(Operator[TruncateOptions]):
             return Applied(rows)
         for name in _BY_TOKEN:
             cut = [None if values is None else values[:most] for values in list_column(rows.column(name))]
-            rows = with_values(rows, name, cut)
+            rows = with_column_values(rows, name, cut)
         spans = [
             None if each is None else [{**span, "end": min(span["end"], most)} for span in each if span["start"] < most]
             for each in rows.column("weight_versions").to_pylist()
         ]
-        return Applied(with_values(rows, "weight_versions", spans))
+        return Applied(with_column_values(rows, "weight_versions", spans))
 
 
 class MaskOptions(Conditional):
@@ -134,7 +134,7 @@ class MaskTurns(ConditionalOperator[MaskOptions]):
             masks[row], logprobs[row] = mask, np.where(mask, values, np.float32(0))
             spans[row] = [span for span in spans[row] or () if mask[span["start"] : span["end"]].any()]
         for name, changed in (("action_mask", masks), ("logprobs", logprobs), ("weight_versions", spans)):
-            rows = with_values(rows, name, changed)
+            rows = with_column_values(rows, name, changed)
         return Applied(rows, reasons)
 
 
@@ -158,4 +158,4 @@ class Reweight(ConditionalOperator[ReweightOptions]):
     def apply(self, rows: pa.RecordBatch) -> Applied:
         by, before, met = self.options.by, numbers(rows, "weight"), self.selection.met(rows)
         weights = np.where(met, before * (numbers(rows, by) if isinstance(by, str) else by), before)
-        return Applied(with_values(rows, "weight", weights))
+        return Applied(with_column_values(rows, "weight", weights))

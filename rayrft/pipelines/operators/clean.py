@@ -26,7 +26,7 @@ from rayrft.pipelines.operator import (
     is_list,
     is_text,
     register_operator,
-    with_values,
+    with_column_values,
 )
 from rayrft.pipelines.rows import FORMULA, texts
 
@@ -50,7 +50,7 @@ class TextCleaner(Operator[C]):
     def apply(self, rows: pa.RecordBatch) -> Applied:
         for name in self.options.columns:
             changed = [None if text is None else self.change(text) for text in rows.column(name).to_pylist()]
-            rows = with_values(rows, name, changed)
+            rows = with_column_values(rows, name, changed)
         return Applied(rows)
 
     def change(self, text: str) -> str:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from rayrft.config.base import invalid, section_rule
 from rayrft.errors import ConfigError
-from rayrft.pipelines.operator import Applied, Asks, copied, register_operator
+from rayrft.pipelines.operator import Applied, Asks, copy_parents, register_operator
 from rayrft.pipelines.operators.solving import SolverOptions, SolvingOperator, first_problem
 from rayrft.pipelines.subjects import Subject, is_experience, request_seed, subjects
 from rayrft.rewards.judge import cut, last_object, tagged
@@ -66,7 +66,7 @@ class _Rewriting(SolvingOperator[RewriteOptions]):
         questions, answers = [each.question for _, each in kept], [each.answer for _, each in kept]
         notes = [each.problem for proposals in found for each in proposals if each.problem is not None]
         columns = {self.options.question: questions, self.options.answer: answers}
-        return replace(copied(rows, [index for index, _ in kept], columns), notes=notes)
+        return replace(copy_parents(rows, [index for index, _ in kept], columns), notes=notes)
 
     async def _rewritten(self, subject: Subject | None) -> list[_Proposal]:
         if subject is None:

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from rayrft.config.base import Section
 from rayrft.experience import reaches
-from rayrft.pipelines.operator import Applied, Operator, TextColumn, Wants, copied, register_operator
+from rayrft.pipelines.operator import Applied, Operator, TextColumn, Wants, copy_parents, register_operator
 from rayrft.pipelines.rows import DERIVED, grouped, id_column, numbers, seeded
 
 
@@ -61,7 +61,7 @@ class NumericVariation(Operator[VariationOptions]):
             made += found
             parents += [index] * len(found)
         questions, answers = ([each[at] for each in made] for at in (0, 1))
-        return copied(rows, parents, {self.options.question: questions, self.options.answer: answers})
+        return copy_parents(rows, parents, {self.options.question: questions, self.options.answer: answers})
 
 
 _NUMBER = re.compile(r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?![\w]|[.,]\d)")
@@ -239,7 +239,7 @@ class GroupSynthesis(Operator[G]):
                 used.update(indices)
         columns = {"source": ["expert"] * len(chosen), **self.fields([groups[index] for index in chosen])}
         reasons = [DERIVED if index in used else "nothing was made of its group" for index in range(rows.num_rows)]
-        return replace(copied(rows, chosen, columns), reasons=[] if self.options.keep else reasons)
+        return replace(copy_parents(rows, chosen, columns), reasons=[] if self.options.keep else reasons)
 
     def choose(self, known: list[int], rewards: np.ndarray, lengths: np.ndarray) -> list[int]:
         """Return the rows of a group to make expert rows of, by index, of the ``known`` ones: those with a reward."""
