@@ -118,7 +118,7 @@ class Explorer(TaskActor):
                 await self._rewards.open()
         if self.flow.pipeline is not None:
             with self._waits.on("operators", "ready"):
-                await self.flow.pipeline.open()
+                await self.flow.pipeline.operators.open()
         gc.collect()
         # What lives as long as the actor, and thousands of groups in flight, are not traversed for every few groups.
         gc.freeze()

@@ -6,12 +6,10 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rayrft.config.pipelines import OperatorConfig
 from rayrft.data.formats import is_json
@@ -69,11 +67,6 @@ class ChainLink:
     takes: pa.Schema
     gives: pa.Schema
 
-    @cached_property
-    def adds(self) -> bool:
-        """Whether rows have other columns after it."""
-        return not self.takes.equals(self.gives)
-
 
 def build_chain(
     configs: Sequence[OperatorConfig], schema: pa.Schema, *, field: str, origin: str, context: Context
@@ -126,7 +119,7 @@ def apply_link(link: ChainLink, rows: pa.RecordBatch, samples: int) -> tuple[pa.
     seconds = time.perf_counter() - start
     _check_applied(link, rows, applied)
     after, changed, changes = rows, 0, list[Change]()
-    if applied.rows is not rows or link.adds:
+    if applied.rows is not rows or not link.takes.equals(link.gives):
         after = fit_columns(applied.rows, link.gives)
         changed, changes = _changes(link, rows, after, samples)
     names = rows.column(id_column(rows.schema)).to_pylist()
@@ -135,17 +128,15 @@ def apply_link(link: ChainLink, rows: pa.RecordBatch, samples: int) -> tuple[pa.
         values = rows.take(pa.array([index for index, _ in gone])).to_pylist(maps_as_pydicts="lossy")
         left_out = [LeftOut(names[index], reason, row) for (index, reason), row in zip(gone, values, strict=True)]
         after = after.filter(pa.array([reason is None for reason in applied.reasons]))
-    made = applied.made.num_rows if applied.made is not None else 0
     made_rows: list[dict[str, Any]] = []
-    if applied.made is not None and made:
+    if applied.made is not None and applied.parents:
         parents = [tuple(names[index] for index in indices) for indices in applied.parents]
         added = fit_columns(applied.made, link.gives, (PARENTS, MADE_BY))
         added = mark_made(added, parents, f"{link.name}/{link.operator.version}", f"{link.field} {link.options}")
         made_rows = added.slice(0, samples).to_pylist(maps_as_pydicts="lossy")
         after = pa.concat_batches([after, added])
-    return after, Outcome(
-        rows.num_rows, after.num_rows, changed, made, seconds, left_out, changes, made_rows, list(applied.notes)
-    )
+    counts = rows.num_rows, after.num_rows, changed, len(applied.parents)
+    return after, Outcome(*counts, seconds, left_out, changes, made_rows, list(applied.notes))
 
 
 def apply_each(link: ChainLink, rows: pa.RecordBatch, samples: int) -> tuple[pa.RecordBatch, Outcome]:
@@ -241,37 +232,23 @@ def _wrong(link: ChainLink, problem: str) -> OperatorFailed:
 
 def _changes(link: ChainLink, before: pa.RecordBatch, after: pa.RecordBatch, samples: int) -> tuple[int, list[Change]]:
     """Return how many rows have other values than before, and a few of the changes."""
-    changed, shown = None, list[Change]()
-    ids = before.column(id_column(before.schema))
-    there = set(before.schema.names)
-    for name in link.gives.names:
-        new = after.column(name)
-        old = before.column(name) if name in there else None
-        if old is None or old is new or old.equals(new):
-            continue
-        different = _different(old, new)
-        changed = different if changed is None else pc.or_(changed, different)
-        for index in pc.indices_nonzero(different).to_pylist()[: samples - len(shown)]:
+    changed, shown = set[int](), list[Change]()
+    ids, there = before.column(id_column(before.schema)), set(before.schema.names)
+    for name in (each for each in link.gives.names if each in there):
+        old, new = before.column(name), after.column(name)
+        different = differences(old, new)
+        changed.update(different)
+        for index in different[: samples - len(shown)]:
             shown.append(Change(ids[index].as_py(), name, *around(old[index].as_py(), new[index].as_py())))
-    return (0 if changed is None else pc.sum(changed).as_py()), shown
+    return len(changed), shown
 
 
-def same_values(old: pa.Array, new: pa.Array) -> bool:
-    """Return whether two columns hold the same; NaN is NaN."""
-    return old is new or old.equals(new) or not pc.any(_different(old, new)).as_py()
-
-
-def _different(old: pa.Array, new: pa.Array) -> pa.Array:
-    if pa.types.is_nested(old.type) or old.type != new.type:
-        pairs = zip(old.to_pylist(), new.to_pylist(), strict=True)
-        # As texts, too, for NaN is not equal to NaN.
-        return pa.array([one != other and repr(one) != repr(other) for one, other in pairs], pa.bool_())
-    either_null = pc.xor(pc.is_null(old), pc.is_null(new))
-    different = pc.or_(pc.fill_null(pc.not_equal(old, new), False), either_null)
-    if pa.types.is_floating(old.type):
-        both_nan = pc.and_(pc.is_nan(old), pc.is_nan(new))
-        different = pc.and_not(different, pc.fill_null(both_nan, False))
-    return different
+def differences(old: pa.Array, new: pa.Array) -> list[int]:
+    """Return the indices at which two columns differ; NaN is NaN."""
+    if old.equals(new):
+        return []
+    pairs = enumerate(zip(old.to_pylist(), new.to_pylist(), strict=True))
+    return [index for index, (one, other) in pairs if one != other and repr(one) != repr(other)]
 
 
 def around(before: Any, after: Any) -> tuple[str, str]:

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrft.config import RunConfig
-from rayrft.config.base import Section
 from rayrft.config.pipelines import PipelinesConfig
 from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.experience import SCHEMA, Experience, Task, field_values, to_batch
@@ -61,7 +60,11 @@ def check_experiences(config: RunConfig, model: str | None) -> None:
         remedy = "add one, such as expert_rows, or leave 'made' out"
         raise ConfigError("no operator makes rows", remedy, field="pipelines.made", value=made)
     actors = config.pipelines.actors
-    if actors is not None and actors.gpus and not any(_uses_gpus(link.operator.options) for link in links):
+    if (
+        actors is not None
+        and actors.gpus
+        and all(getattr(link.operator.options, "device", "cpu") == "cpu" for link in links)
+    ):
         remedy = "set option device of an operator that has it to cuda, or remove it"
         raise ConfigError("are not used by any operator", remedy, field="pipelines.actors.gpus", value=actors.gpus)
     drawn_by = config.buffer.sampler.score if config.buffer.needs_scores else None
@@ -72,39 +75,20 @@ def check_experiences(config: RunConfig, model: str | None) -> None:
         raise ConfigError(problem, remedy, field="buffer.sampler.score", value=drawn_by)
 
 
-def _uses_gpus(options: Section) -> bool:
-    return getattr(options, "device", "cpu") != "cpu"
-
-
 def experience_chain(config: RunConfig, model: str | None) -> GroupChain:
     """Return a run's operators on experiences, which may ask its auxiliary models, endpoints and rewards."""
-    pipelines = config.pipelines
-    return GroupChain(
-        pipelines.experiences,
-        EXPERIENCES,
-        "pipelines.experiences",
-        "experiences",
-        Context((), model, [*config.auxiliary, *pipelines.endpoints], scores=True, template=config.model.template),
-        tuple(config.plugins),
-        "experience_id",
-        _SAMPLED,
-    )
+    operators, plugins, place = config.pipelines.experiences, tuple(config.plugins), "pipelines.experiences"
+    models = [*config.auxiliary, *config.pipelines.endpoints]
+    context = Context((), model, models, scores=True, template=config.model.template)
+    return GroupChain(operators, EXPERIENCES, place, "experiences", context, plugins, "experience_id", _SAMPLED)
 
 
 class ExperiencePipeline:
     """Sends the groups of an Explorer through the operators, wherever they are, and counts by operator."""
 
     def __init__(self, config: PipelinesConfig, links: Sequence[ChainLink], operators: Operators) -> None:
-        self._stops, self._operators = config.on_error == "stop", operators
+        self.operators, self._stops = operators, config.on_error == "stop"
         self._log = OperatorLog(links, "pipelines.experiences")
-
-    async def open(self) -> None:
-        """Start the operators. Raises ConfigError if they cannot be started."""
-        await self._operators.open()
-
-    async def close(self) -> None:
-        """End the processes or actors of the operators."""
-        await self._operators.close()
 
     async def process(self, task: Task, rows: list[Experience]) -> VerifiedGroup:
         """Verify the rows of a group.
@@ -113,14 +97,13 @@ class ExperiencePipeline:
         out on which it raises. Raises OperatorFailed if ``on_error`` is ``stop``.
         """
         try:
-            worked = await self._operators.apply(experience_batch(task, rows), task)
+            worked = await self.operators.apply(experience_batch(task, rows), task)
             kept, made = self._split(worked, rows)
         except OperatorFailed as error:
             if self._stops:
                 raise
-            return VerifiedGroup(
-                [], Counter({self._log.fail(error, len(rows), len(rows)): len(rows)}), None, str(error)
-            )
+            reason = self._log.fail(error, len(rows), len(rows))
+            return VerifiedGroup([], Counter({reason: len(rows)}), problem=str(error))
         left_out, problem = self._log.add(worked.outcomes, {row.experience_id for row in rows})
         return VerifiedGroup(kept, left_out, made, problem)
 

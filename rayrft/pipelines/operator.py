@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_type_hints
 
@@ -247,16 +247,13 @@ class FunctionOperator(Operator[Section]):
         return Applied(with_column(rows, name, pa.array(found, kind)))
 
     def _added(self, rows: pa.RecordBatch, found: list[list[dict[str, Any]]]) -> Applied:
-        parents = [row for row, made in enumerate(found) for _ in made]
-        added = rows.take(pa.array(parents, pa.int64()))
-        values = [each for made in found for each in made]
-        for name in sorted({name for each in values for name in each}):
+        made, columns = [(row, each) for row, several in enumerate(found) for each in several], dict[str, list[Any]]()
+        for name in sorted({name for _, each in made for name in each}):
             if name not in rows.schema.names:
                 raise ValueError(f"a made row has the column {name!r}, and the rows have {rows.schema.names}")
-            kept = added.column(name).to_pylist()
-            merged = [each.get(name, old) for each, old in zip(values, kept, strict=True)]
-            added = with_column(added, name, pa.array(merged, rows.schema.field(name).type))
-        return Applied(rows, made=added, parents=[(row,) for row in parents])
+            kept = rows.column(name).to_pylist()
+            columns[name] = [each.get(name, kept[row]) for row, each in made]
+        return copy_parents(rows, [row for row, _ in made], columns)
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -283,6 +280,19 @@ def with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordB
         index = rows.schema.get_field_index(name)
         return rows.set_column(index, rows.schema.field(index).with_type(values.type), values)
     return rows.append_column(name, values)
+
+
+def with_column_values(rows: pa.RecordBatch, name: str, values: Iterable[Any]) -> pa.RecordBatch:
+    """Return rows with other values in a column, which keeps its type."""
+    return with_column(rows, name, pa.array(values, rows.schema.field(name).type))
+
+
+def copy_parents(rows: pa.RecordBatch, parents: Sequence[int], columns: Mapping[str, Iterable[Any]]) -> Applied:
+    """Return the rows as they are, and a copy of each parent, by index, with these values of columns."""
+    made = rows.take(pa.array(parents, pa.int64()))
+    for name, values in columns.items():
+        made = with_column_values(made, name, values)
+    return Applied(rows, made=made, parents=[(index,) for index in parents])
 
 
 def build_operator(config: OperatorConfig, field: str, context: Context) -> Operator[Any]:

@@ -134,9 +134,8 @@ class OperatorLog:
             problem = f"{link.field} {raised[-1]}" if raised else problem
             counted = (reason_of(each.reason) for each in gone if among is None or each.row in among)
             left_out.update(f"{link.name}: {reason}" for reason in counted)
-            self._stats[number] += OperatorStats(
-                outcome.taken, len(gone), outcome.changed, outcome.made, len(raised), outcome.seconds
-            )
+            counts = outcome.taken, len(gone), outcome.changed, outcome.made, len(raised)
+            self._stats[number] += OperatorStats(*counts, outcome.seconds)
         if problem is not None:
             self._note(problem)
         return left_out, problem

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from rayrft.data.formats import is_json
 from rayrft.errors import DataError
-from rayrft.pipelines.operator import values_of, with_column
+from rayrft.pipelines.operator import values_of, with_column, with_column_values
 
 PARENTS, MADE_BY = "parents", "made_by"
 """Columns of a made row, or entries of its ``labels``, if it has these: ids it was made of, operator and version."""
@@ -200,10 +200,10 @@ def mark_made(made: pa.RecordBatch, parents: Sequence[tuple[str, ...]], operator
         count[ids] += 1
     if column == "experience_id":
         names = [f"{group}/{name}" for group, name in zip(made.column("group_id").to_pylist(), names, strict=True)]
-    made = with_column(made, column, pa.array(names, made.schema.field(column).type))
+    made = with_column_values(made, column, names)
     if PARENTS in made.schema.names:
-        made = with_column(made, PARENTS, pa.array(map(list, parents), made.schema.field(PARENTS).type))
-        return with_column(made, MADE_BY, pa.array([operator] * made.num_rows, pa.string()))
+        made = with_column_values(made, PARENTS, map(list, parents))
+        return with_column_values(made, MADE_BY, [operator] * made.num_rows)
     pairs = zip(made.column("labels").to_pylist(), parents, strict=True)
     labels = [list({**dict(old or ()), PARENTS: " ".join(ids), MADE_BY: operator}.items()) for old, ids in pairs]
-    return with_column(made, "labels", pa.array(labels, made.schema.field("labels").type))
+    return with_column_values(made, "labels", labels)

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from rayrft.config.base import Section
-from rayrft.data.formats import as_text, is_json
+from rayrft.data.formats import as_text, finite, is_json
 from rayrft.errors import ConfigError, nearest
 from rayrft.experience import Task
 from rayrft.pipelines.operator import Applied, O, Operator, is_text
@@ -98,9 +98,7 @@ def _subject(name: str, row: dict[str, Any], options: SubjectOptions, response: 
     metadata |= given if isinstance(given, dict) else {}
     domain = as_text(metadata.get(options.domain) or "own", options.domain)
     task = Task(name, question, answer, domain, system=row.get("system"), metadata=metadata)
-    reward = row.get("reward")
-    known = isinstance(reward, int | float) and not isinstance(reward, bool)
-    return Subject(name, task, row[response] if response else None, reward if known else None)
+    return Subject(name, task, row[response] if response else None, finite(row.get("reward")))
 
 
 class AskingOperator(Operator[O]):

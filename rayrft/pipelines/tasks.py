@@ -67,10 +67,9 @@ def load_splits(
     reports: list[OperatorReport] = []
     if config.tasks is None:
         return TaskSplits([], [], [], {}), reports
-    names = source_names(config)
 
     def process(sources: list[list[Task]]) -> list[list[Task]]:
-        processed, found = _processed(sources, names, config, bench, engines)
+        processed, found = _processed(sources, config, bench, engines)
         reports.extend(found)
         if any(sources) and not any(processed):
             strictest = max(found, key=lambda each: each.taken - each.given)
@@ -97,7 +96,6 @@ def source_names(config: RunConfig) -> list[str]:
 
 def _processed(
     sources: Sequence[Sequence[Task]],
-    names: Sequence[str],
     config: RunConfig,
     bench: Sequence[Task],
     engines: RunEngines | None,
@@ -109,7 +107,7 @@ def _processed(
     A task keeps its id, whatever is changed; a made one gets domain, workflow, images and metadata of its first parent.
     What models answer is kept in ``<storage>/answers.<name>.jsonl``, and not asked again. Raises as `Pipeline` does.
     """
-    pipelines = config.pipelines
+    pipelines, names = config.pipelines, source_names(config)
     if not pipelines.tasks:
         return [[(task, task.id) for task in tasks] for tasks in sources], []
     _check_priorities(config)
@@ -197,12 +195,12 @@ def process_added(
     The sources are read again. Raises the errors of `load_processed`.
     """
     assert config.tasks is not None  # it draws tasks
-    bench, names = load_bench_tasks(config.bench, config.seed, lambda read: None), source_names(config)
+    bench = load_bench_tasks(config.bench, config.seed, lambda read: None)
     before: list[list[Task]] = []
 
     def process(sources: list[list[Task]]) -> list[list[Task]]:
         before.extend(sources)
-        return [[task for task, _ in tasks] for tasks in _processed(sources, names, config, bench, engines)[0]]
+        return [[task for task, _ in tasks] for tasks in _processed(sources, config, bench, engines)[0]]
 
     splits = load_tasks(config.tasks, config.demonstrations, config.seed, process)
     evaluation = (*splits.evaluation, *bench)
@@ -224,7 +222,7 @@ def process_added(
         alone = all(link.operator.scope == "row" for link in links)
         sources = [[] if alone else list(tasks) for tasks in before]
         sources[source] += new if alone else [*earlier, *new]
-        found, _ = _processed(sources, names, config, bench, engines, note)
+        found, _ = _processed(sources, config, bench, engines, note)
         new = [task for task, began in found[source] if began in ids]
     if config.pipelines.decontaminate and evaluation and new:
         kept, report = _without_evaluation_tasks({"": splits.train, "new": new}, evaluation, len(new))

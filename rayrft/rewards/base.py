@@ -173,9 +173,8 @@ def checked(found: object, transcript: Transcript, *, whole: bool = True) -> Rew
     if len(found.turns) not in (0, len(transcript.answers)):
         raise ValueError(f"{len(found.turns)} rewards of turns, and the model had {len(transcript.answers)}")
     components = {name: float(value) for name, value in found.components.items()}
-    turns, shaping = tuple(map(float, found.turns)), float(found.shaping)
+    value, turns, shaping = float(found.value), tuple(map(float, found.turns)), float(found.shaping)
     steps = _checked_steps(found.steps, transcript, whole) if found.steps else ()
-    value = float(found.value)
     wrong = [number for number in (value, shaping, *turns, *components.values()) if not math.isfinite(number)]
     result = replace(found, value=value, components=components, turns=turns, steps=steps, shaping=shaping)
     return _unknown(result, found.reason or f"the reward is {wrong[0]}") if wrong else result

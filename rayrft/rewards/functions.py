@@ -20,11 +20,10 @@ class TrlReward:
     """A function for TRL's GRPOTrainer: ``function(prompts, completions, completion_ids, **columns)``, also ``async``,
     each argument a list. None is an unknown reward.
 
-    It is called for each answer alone. ``columns`` are those of the task's row, its ``images`` (PIL), and
-    ``answer``, if the function takes one. Prompts and
-    completions are messages, or texts unless ``conversational``. What it logs by ``log_metric`` are components of the
-    reward; ``log_extra`` keeps nothing, and ``trainer_state`` is None. Source: `GRPOTrainer._calculate_rewards` of trl
-    1.16.
+    It is called for each answer alone. ``columns`` are those of the task's row, its ``images`` (PIL), and ``answer``,
+    if the function takes one. Prompts and completions are messages, or texts unless ``conversational``. What it logs by
+    ``log_metric`` are components of the reward; ``log_extra`` keeps nothing, and ``trainer_state`` is None. Source:
+    `GRPOTrainer._calculate_rewards` of trl 1.16.
     """
 
     def __init__(self, function: str, conversational: bool = True) -> None:
@@ -69,8 +68,7 @@ class VerlReward:
 
     The arguments are those columns of the task's row (``ground_truth`` of ``reward_model``), where it has them, else
     the task's domain, its answer, and nothing; ``extra_info`` has ``num_turns``, too. ``options`` are further
-    arguments.
-    Source: `NaiveRewardManager` of verl 0.6.
+    arguments. Source: `NaiveRewardManager` of verl 0.6.
     """
 
     def __init__(self, function: str, **options: Any) -> None:

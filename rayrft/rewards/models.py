@@ -76,7 +76,11 @@ class _Classifier(ABC):
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _outputs(self, rows: Sequence[Tokens]) -> list[Tensor]:
-        """Return the outputs of each row on the CPU, ``[labels]``, or ``[tokens, labels]`` of a token classifier."""
+        """Return the outputs of each row on the CPU, ``[labels]``, or ``[tokens, labels]`` of a token classifier. Rows
+        of a batch are padded on the right to the longest of them."""
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
         batches = list[list[int]]()
         for index in sorted(range(len(rows)), key=lambda index: len(rows[index])):
             # Rows are sorted by length: with padding, all of a batch are as long as the next one.
@@ -86,20 +90,13 @@ class _Classifier(ABC):
             batches[-1].append(index)
         found = dict[int, "Tensor"]()
         for batch in batches:
-            found |= zip(batch, self._forward([rows[index] for index in batch]), strict=True)
+            texts = [torch.tensor(rows[index], dtype=torch.long, device=self._device) for index in batch]
+            tokens = pad_sequence(texts, batch_first=True, padding_value=self._padding or 0)
+            mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+            with torch.inference_mode():
+                logits: Tensor = self._model(tokens, attention_mask=mask).logits
+            found |= zip(batch, logits.float().cpu(), strict=True)
         return [found[index] for index in range(len(rows))]
-
-    def _forward(self, rows: list[Tokens]) -> Sequence[Tensor]:
-        """Compute rows of tokens, which are padded on the right to the longest of them."""
-        import torch
-        from torch.nn.utils.rnn import pad_sequence
-
-        texts = [torch.tensor(row, dtype=torch.long, device=self._device) for row in rows]
-        tokens = pad_sequence(texts, batch_first=True, padding_value=self._padding or 0)
-        mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
-        with torch.inference_mode():
-            logits: Tensor = self._model(tokens, attention_mask=mask).logits
-        return list(logits.float().cpu())
 
 
 @register_reward("model")

@@ -379,7 +379,7 @@ class ScriptedOperators(Watched):
     def __init__(self, cluster: Cluster, life: Life, *_: Any) -> None:
         self._cluster = cluster
 
-    async def start(self) -> None:
+    async def open(self) -> None:
         await self._cluster.takes(LOAD_S)
 
     async def apply(self, rows: pa.RecordBatch, task: Task) -> GroupResult:

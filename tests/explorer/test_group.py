@@ -50,11 +50,11 @@ class Verifying:
         self.pipeline: Any = self.explorer.flow.pipeline
 
     async def __aenter__(self) -> Verifying:
-        await self.pipeline.open()
+        await self.pipeline.operators.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.pipeline.close()
+        await self.pipeline.operators.close()
 
     async def group(self) -> Taken:
         await run_group(self.explorer, self.config)
@@ -98,7 +98,7 @@ async def test_operators_in_an_actor_ask_the_models_that_it_is_given_and_know_th
     settings = config(plugins=[str(PLUGIN)], **{"pipelines.experiences": operators}, **known)
     chain = experience_chain(settings, str(tiny_model))
     actor = OperatorActor(chain, settings.pipelines, lambda: {"judge": judge}, settings.auxiliary, settings.scoring)
-    await actor.start()
+    await actor.open()
     task = Task.create("test", "Spell cat backward", "tac")
     rows = [
         replace(row, task_id=task.id, turns=({"role": "assistant", "content": said},))

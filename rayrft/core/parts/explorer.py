@@ -103,4 +103,4 @@ class OperatorsPart(Part[OperatorActor]):
         ]
 
     async def restarted(self, actor: Handle[OperatorActor]) -> None:
-        await actor.call(OperatorActor.start)
+        await actor.call(OperatorActor.open)

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from rayrft.config.base import Section, invalid, section_rule
 from rayrft.experience import SCHEMA, list_column
-from rayrft.pipelines.operator import Applied, Operator, Reads, Wants, register_operator, with_column
+from rayrft.pipelines.operator import Applied, Operator, Reads, Wants, register_operator, with_column_values
 from rayrft.pipelines.operators.filters import Conditional, ConditionalOperator
 from rayrft.pipelines.rows import numbers
 
@@ -39,11 +39,8 @@ class Rebalance(Operator[RebalanceOptions]):
     kind = "filter"
     scope = "all"
     columns: ClassVar[Mapping[str, Wants]] = {
-        "source": "text",
-        "trained": "any",
-        "place": "number",
-        "step": "number",
-        "pair_id": "text",
+        **dict.fromkeys(("source", "pair_id"), "text"),
+        **{"trained": "any", "place": "number", "step": "number"},
     }
 
     def prepare(self) -> None:
@@ -72,8 +69,8 @@ class Rebalance(Operator[RebalanceOptions]):
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         places = zip(rows.column("place").to_pylist(), rows.column("source").to_pylist(), strict=True)
-        kinds = [(at, "expert" if source == "expert" else "usual") for at, source in places]
-        return Applied(rows, [f"over the share of {kind} rows" if at in self._gone else None for at, kind in kinds])
+        reasons = {True: "over the share of expert rows", False: "over the share of usual rows"}
+        return Applied(rows, [reasons[source == "expert"] if at in self._gone else None for at, source in places])
 
 
 class TruncateOptions(Section):
@@ -98,12 +95,12 @@ class Truncate(Operator[TruncateOptions]):
             return Applied(rows)
         for name in _BY_TOKEN:
             cut = [None if values is None else values[:most] for values in list_column(rows.column(name))]
-            rows = with_column(rows, name, pa.array(cut, rows.schema.field(name).type))
+            rows = with_column_values(rows, name, cut)
         spans = [
             None if each is None else [{**span, "end": min(span["end"], most)} for span in each if span["start"] < most]
             for each in rows.column("weight_versions").to_pylist()
         ]
-        return Applied(with_column(rows, "weight_versions", pa.array(spans, rows.schema.field("weight_versions").type)))
+        return Applied(with_column_values(rows, "weight_versions", spans))
 
 
 class MaskOptions(Conditional):
@@ -137,7 +134,7 @@ class MaskTurns(ConditionalOperator[MaskOptions]):
             masks[row], logprobs[row] = mask, np.where(mask, values, np.float32(0))
             spans[row] = [span for span in spans[row] or () if mask[span["start"] : span["end"]].any()]
         for name, changed in (("action_mask", masks), ("logprobs", logprobs), ("weight_versions", spans)):
-            rows = with_column(rows, name, pa.array(changed, rows.schema.field(name).type))
+            rows = with_column_values(rows, name, changed)
         return Applied(rows, reasons)
 
 
@@ -161,4 +158,4 @@ class Reweight(ConditionalOperator[ReweightOptions]):
     def apply(self, rows: pa.RecordBatch) -> Applied:
         by, before, met = self.options.by, numbers(rows, "weight"), self.selection.met(rows)
         weights = np.where(met, before * (numbers(rows, by) if isinstance(by, str) else by), before)
-        return Applied(with_column(rows, "weight", pa.array(weights, rows.schema.field("weight").type)))
+        return Applied(with_column_values(rows, "weight", weights))

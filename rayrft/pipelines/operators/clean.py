@@ -6,22 +6,19 @@ import html.entities
 import ipaddress
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
-import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
 from rayrft.config.base import Section, invalid, section_rule
 from rayrft.errors import ConfigError, nearest
-from rayrft.experience import reaches
 from rayrft.pipelines.operator import (
     AnyColumn,
     Applied,
     Kind,
-    NumberColumn,
     O,
     Operator,
     TextColumn,
@@ -29,9 +26,9 @@ from rayrft.pipelines.operator import (
     is_list,
     is_text,
     register_operator,
-    with_column,
+    with_column_values,
 )
-from rayrft.pipelines.rows import FORMULA, of_groups, texts, with_numbers
+from rayrft.pipelines.rows import FORMULA, texts
 
 
 class Columns(Section):
@@ -53,7 +50,7 @@ class TextCleaner(Operator[C]):
     def apply(self, rows: pa.RecordBatch) -> Applied:
         for name in self.options.columns:
             changed = [None if text is None else self.change(text) for text in rows.column(name).to_pylist()]
-            rows = with_column(rows, name, pa.array(changed, rows.schema.field(name).type))
+            rows = with_column_values(rows, name, changed)
         return Applied(rows)
 
     def change(self, text: str) -> str:
@@ -368,27 +365,3 @@ class MaskPersonal(TextCleaner[PersonalOptions]):
 
 def _masked(kind: str, found: re.Match[str]) -> str:
     return f"[{kind}]" if kind not in _VALID or _VALID[kind](found[0]) else found[0]
-
-
-class PassRateOptions(Section):
-    by: str = "task_id"
-    """The rows of a task share its value."""
-    reward: NumberColumn = "reward"
-    right: float = 0.5
-    """Rewards above count as right."""
-
-
-@register_operator("pass_rate")
-class PassRate(Operator[PassRateOptions]):
-    """Write ``pass_rate``: the share of right answers among all to the same task whose reward is known."""
-
-    kind = "clean"
-    scope = "group"
-    writes: ClassVar[Mapping[str, pa.DataType]] = {"pass_rate": pa.float64()}
-
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        def rate(rewards: np.ndarray) -> float:
-            return float(np.mean([not reaches(self.options.right, each) for each in rewards]))
-
-        rates = of_groups(rows, self.options.by, self.options.reward, rate)
-        return Applied(with_numbers(rows, "pass_rate", rates, pa.float64()))

@@ -15,7 +15,6 @@ from rayrft.data.tables import open_table
 from rayrft.errors import ConfigError, DataError, nearest
 from rayrft.pipelines.operator import Applied, Context, Operator, TextColumns, register_operator, values_of
 from rayrft.pipelines.operators import hashing
-from rayrft.pipelines.operators.hash_bits import IDEOGRAPH, LETTER
 from rayrft.pipelines.rows import texts
 
 _SHORTEST = 8
@@ -150,14 +149,9 @@ class _Index:
         """n-grams of more than ``common`` evaluation tasks are not kept."""
         self.length = length
         found, owners = zip(*(_informative_ngrams(*each, length) for each in texts), strict=True)
-        grams, tasks = np.concatenate(found), np.concatenate(owners)
-        order = np.lexsort((tasks, grams))
-        grams, tasks = grams[order], tasks[order]
-        fresh = np.ones(len(grams), bool)  # not the same n-gram of the same task again
-        fresh[1:] = (grams[1:] != grams[:-1]) | (tasks[1:] != tasks[:-1])
-        self._owners = tasks[fresh]
-        self._grams, self._starts, counts = np.unique(grams[fresh], return_index=True, return_counts=True)
-        self._ends = self._starts + counts
+        pairs = np.unique(np.stack([np.concatenate(found), np.concatenate(owners).astype(np.uint64)]), axis=1)
+        self._grams, self._starts, counts = np.unique(pairs[0], return_index=True, return_counts=True)
+        self._owners, self._ends = pairs[1], self._starts + counts
         self.rows = np.zeros(len(counts), np.int64)
         self.keep(counts <= common)
 
@@ -194,8 +188,8 @@ def _informative_ngrams(hashes: np.ndarray, offsets: np.ndarray, length: int) ->
     found = []
     for size, ideographic in ((length, False), (2 * length, True)):
         grams, bounds = hashing.ngrams(hashes, offsets, size)
-        letters = hashing.count_words(hashes, offsets, size, LETTER)
-        ideographs = hashing.count_words(hashes, offsets, size, IDEOGRAPH)
+        letters = hashing.count_words(hashes, offsets, size, hashing.kernels.LETTER)
+        ideographs = hashing.count_words(hashes, offsets, size, hashing.kernels.IDEOGRAPH)
         informative = (2 * letters >= size) & ((2 * ideographs >= letters) == ideographic)
         found.append((grams[informative], np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))[informative]))
     return np.concatenate([grams for grams, _ in found]), np.concatenate([texts for _, texts in found])

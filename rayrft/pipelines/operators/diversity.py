@@ -13,7 +13,7 @@ from rayrft.errors import ConfigError
 from rayrft.pipelines.operator import Applied, Context, Operator, register_operator
 from rayrft.pipelines.operators import embeddings
 from rayrft.pipelines.operators.embeddings import EmbeddingOptions
-from rayrft.pipelines.operators.priorities import PriorityOperator
+from rayrft.pipelines.operators.priorities import NumberOperator
 from rayrft.pipelines.rows import gone, share_of, texts
 
 E = TypeVar("E", bound=EmbeddingOptions)
@@ -85,14 +85,14 @@ class Diverse(_EmbeddingOperator[DiverseOptions]):
 
 
 @register_operator("embedding_novelty")
-class EmbeddingNovelty(_EmbeddingOperator[EmbeddingOptions], PriorityOperator[EmbeddingOptions]):
+class EmbeddingNovelty(_EmbeddingOperator[EmbeddingOptions], NumberOperator[EmbeddingOptions]):
     """How far a text is from the most similar other one, by a model's embeddings: half of 1 minus their cosine, from 0
     to 1; none for an empty text. Work grows with the square of the rows: a minute or so for 1e5."""
 
     def settle(self) -> None:
         self._novelty = (1 - embeddings.nearest_other(self.points())) / 2
 
-    def priorities(self, rows: pa.RecordBatch) -> np.ndarray:
+    def values(self, rows: pa.RecordBatch) -> np.ndarray:
         values = self.take_next(self._novelty, rows).astype(np.float64)
         values[[not text.strip() for text in texts(rows, self.options.column)]] = np.nan
         return values

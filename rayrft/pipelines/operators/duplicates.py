@@ -129,7 +129,7 @@ class NearDuplicates(_FirstOfEach[NearOptions]):
         needed = math.ceil(hashing.PERMUTATIONS * (threshold + (1 - threshold) / 256))
         for band in range(self._keys[0].shape[1]):
             keys = np.concatenate([part[:, band] for part in self._keys])
-            hashing.kernels().link_near(np.argsort(keys, kind="stable"), keys, low, needed, root, _REACH)
+            hashing.kernels.link_near(np.argsort(keys, kind="stable"), keys, low, needed, root, _REACH)
         self._keys.clear()
-        hashing.kernels().find_roots(root)
+        hashing.kernels.find_roots(root)
         return root

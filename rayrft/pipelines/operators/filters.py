@@ -16,7 +16,7 @@ from rayrft.data.selection import Selection
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import ROUNDING, reaches
 from rayrft.pipelines import operator
-from rayrft.pipelines.operator import AnyColumn, Applied, Context, NumberColumn, Operator, register_operator
+from rayrft.pipelines.operator import AnyColumn, Applied, NumberColumn, Operator, register_operator
 from rayrft.pipelines.operators.clean import OneColumn, RowFilter
 from rayrft.pipelines.rows import FORMULA, gone, grouped, numbers, seeded, share_of
 
@@ -240,8 +240,7 @@ class TopShare(Operator[TopOptions]):
     kind = "filter"
     scope = "all"
 
-    def __init__(self, options: TopOptions, context: Context) -> None:
-        super().__init__(options, context)
+    def prepare(self) -> None:
         self._scores: list[np.ndarray] = []
         self._groups: list[str | None] = []
 

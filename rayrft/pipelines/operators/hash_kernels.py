@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from rayrft.pipelines.operators.hash_bits import IDEOGRAPH, LETTER
-
+LETTER, IDEOGRAPH = np.uint64(1), np.uint64(2)
+"""Bits of the hash of a word that tell its kind: it has a letter, or is a single ideograph."""
 _PLAIN = ~(LETTER | IDEOGRAPH)
 _SECOND = np.uint64(0x9E3779B97F4A7C15)
 _PRIME = np.uint64(0x100000001B3)
@@ -48,30 +48,18 @@ def _kind_of(code):  # type: ignore[no-untyped-def]
 def hash_words(codes, starts, hashes, bounds):  # type: ignore[no-untyped-def]
     count = 0
     for text in range(len(starts) - 1):
-        at, end = starts[text], starts[text + 1]
+        end = starts[text + 1]
         current, inside, last_digit, after, lettered = _BASIS, False, False, False, np.uint64(0)
-        while at < end:
-            first = codes[at]
-            if first < 0x80:
-                code, size = np.int64(first), 1
-            elif first < 0xE0:
-                code, size = np.int64(first & 0x1F), 2
-            elif first < 0xF0:
-                code, size = np.int64(first & 0x0F), 3
-            else:
-                code, size = np.int64(first & 0x07), 4
-            for more in range(1, size):
-                code = (code << 6) | np.int64(codes[at + more] & 0x3F)
+        for at in range(starts[text], end):
+            code = np.int64(codes[at])
             kind = _kind_of(code)
-            follows = codes[at + size] if at + size < end else np.uint8(0)
-            digit_follows = 48 <= follows <= 57
-            if kind == 4 and last_digit and digit_follows:
+            follows = codes[at + 1] if at + 1 < end else np.uint32(0)
+            if kind == 4 and last_digit and 48 <= follows <= 57:
                 if code == 46:
                     current = (current ^ np.uint64(46)) * _PRIME
-                at += size
                 continue
             if kind == 3:
-                beyond = codes[at + size + 1] if follows == 32 and at + size + 1 < end else follows
+                beyond = codes[at + 2] if follows == 32 and at + 2 < end else follows
                 kind = 2 if after or 48 <= beyond <= 57 or beyond == 92 or beyond == 40 else 0
             if kind == 1:
                 current, inside = (current ^ np.uint64(code)) * _PRIME, True
@@ -90,7 +78,6 @@ def hash_words(codes, starts, hashes, bounds):  # type: ignore[no-untyped-def]
             last_digit = bool(48 <= code <= 57)
             if code != 32:
                 after = bool(last_digit or code == 41 or code == 125 or code == 93)
-            at += size
         if inside:
             hashes[count] = (_mixed(current) & _PLAIN) | lettered
             count += 1
@@ -135,8 +122,7 @@ def minhash(hashes, offsets, length, band_rows, multipliers, addends, low, keys)
             for number in range(len(multipliers)):
                 value = (gram * multipliers[number] + addends[number]) >> np.uint64(32)
                 minima[number] = min(minima[number], value)
-        for number in range(len(multipliers)):
-            low[text, number] = np.uint8(minima[number] & np.uint64(0xFF))
+        low[text] = minima.astype(np.uint8)
         for band in range(len(multipliers) // band_rows):
             key = np.uint32(_joined(minima, band * band_rows, (band + 1) * band_rows) >> np.uint64(32))
             keys[text, band] = key if key else np.uint32(1)
@@ -159,22 +145,21 @@ def link_near(order, keys, low, needed, root, reach):  # type: ignore[no-untyped
         if keys[order[start]] != 0 and end - start > 1:
             count = 0
             for place in range(start, end):
-                text, near = order[place], False
+                text = order[place]
                 for other in range(count):
                     one, two = _find(root, text), _find(root, seen[other])
                     if one == two:
-                        near = True
                         break
                     agree = 0
                     for number in range(low.shape[1]):
                         agree += low[text, number] == low[seen[other], number]
                     if agree >= needed:
                         root[max(one, two)] = min(one, two)
-                        near = True
                         break
-                if not near and count < reach:
-                    seen[count] = text
-                    count += 1
+                else:
+                    if count < reach:
+                        seen[count] = text
+                        count += 1
         start = end
 
 

@@ -1,4 +1,4 @@
-"""Operators that write ``priority``: the higher, the sooner a row is worth training on."""
+"""Operators that write ``pass_rate``, and ``priority``: the higher, the sooner a row is worth training on."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ import pyarrow as pa
 from pydantic import Field
 
 from rayrft.config.base import Section
-from rayrft.pipelines.operator import Applied, Context, NumberColumn, O, Operator, TextColumn, Wants, register_operator
+from rayrft.experience import reaches
+from rayrft.pipelines.operator import Applied, Kind, NumberColumn, O, Operator, TextColumn, Wants, register_operator
 from rayrft.pipelines.operators import hashing
 from rayrft.pipelines.rows import numbers, of_groups, with_numbers
 
 
-class PriorityOperator(Operator[O]):
-    """An operator that writes priorities: a subclass implements `priorities` instead of `apply`."""
+class NumberOperator(Operator[O]):
+    """An operator that writes numbers, by default priorities: a subclass implements `values` instead of `apply`."""
 
-    kind = "prioritise"
+    kind: ClassVar[Kind] = "prioritise"
     writes: ClassVar[Mapping[str, pa.DataType]] = {"priority": pa.float32()}
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(with_numbers(rows, "priority", self.priorities(rows), pa.float32()))
+        [(name, kind)] = self.writes.items()
+        return Applied(with_numbers(rows, name, self.values(rows), kind))
 
-    def priorities(self, rows: pa.RecordBatch) -> np.ndarray:
-        """Return the priority of each row, NaN where it has none."""
+    def values(self, rows: pa.RecordBatch) -> np.ndarray:
+        """Return the number of each row, NaN where it has none."""
         raise NotImplementedError
 
 
@@ -35,19 +37,19 @@ class RateOptions(Section):
 
 
 @register_operator("difficulty")
-class Difficulty(PriorityOperator[RateOptions]):
+class Difficulty(NumberOperator[RateOptions]):
     """``1 - pass_rate``; none where the pass rate is unknown."""
 
-    def priorities(self, rows: pa.RecordBatch) -> np.ndarray:
+    def values(self, rows: pa.RecordBatch) -> np.ndarray:
         return 1 - numbers(rows, self.options.column)
 
 
 @register_operator("uncertainty")
-class Uncertainty(PriorityOperator[RateOptions]):
+class Uncertainty(NumberOperator[RateOptions]):
     """``4 p (1 - p)`` for a pass rate p: 1 where half of the answers are right, 0 where all or none are. It is
     four times the variance of the reward, which bounds what a group can teach."""
 
-    def priorities(self, rows: pa.RecordBatch) -> np.ndarray:
+    def values(self, rows: pa.RecordBatch) -> np.ndarray:
         rate = numbers(rows, self.options.column)
         return 4 * rate * (1 - rate)
 
@@ -58,13 +60,36 @@ class DeviationOptions(Section):
 
 
 @register_operator("reward_deviation")
-class RewardDeviation(PriorityOperator[DeviationOptions]):
+class RewardDeviation(NumberOperator[DeviationOptions]):
     """The standard deviation of the known rewards of a row's group."""
 
     scope = "group"
 
-    def priorities(self, rows: pa.RecordBatch) -> np.ndarray:
+    def values(self, rows: pa.RecordBatch) -> np.ndarray:
         return of_groups(rows, self.options.by, self.options.reward, lambda rewards: float(np.std(rewards)))
+
+
+class PassRateOptions(Section):
+    by: str = "task_id"
+    """The rows of a task share its value."""
+    reward: NumberColumn = "reward"
+    right: float = 0.5
+    """Rewards above count as right."""
+
+
+@register_operator("pass_rate")
+class PassRate(NumberOperator[PassRateOptions]):
+    """Write ``pass_rate``: the share of right answers among all to the same task whose reward is known."""
+
+    kind = "clean"
+    scope = "group"
+    writes: ClassVar[Mapping[str, pa.DataType]] = {"pass_rate": pa.float64()}
+
+    def values(self, rows: pa.RecordBatch) -> np.ndarray:
+        def rate(rewards: np.ndarray) -> float:
+            return float(np.mean([not reaches(self.options.right, each) for each in rewards]))
+
+        return of_groups(rows, self.options.by, self.options.reward, rate)
 
 
 class HumanOptions(Section):
@@ -75,12 +100,12 @@ class HumanOptions(Section):
 
 
 @register_operator("human_score")
-class HumanScore(PriorityOperator[HumanOptions]):
+class HumanScore(NumberOperator[HumanOptions]):
     """What a person gave in a label, from 0 to 1; none where nobody gave a number."""
 
     columns: ClassVar[Mapping[str, Wants]] = {"labels": "map"}
 
-    def priorities(self, rows: pa.RecordBatch) -> np.ndarray:
+    def values(self, rows: pa.RecordBatch) -> np.ndarray:
         low, high = self.options.scale
         given = [_number(dict(labels or ()).get(self.options.label)) for labels in rows.column("labels").to_pylist()]
         return np.clip((np.array(given, np.float64) - low) / (high - low), 0, 1)
@@ -102,7 +127,7 @@ _CELLS = 1 << 24
 
 
 @register_operator("novelty")
-class Novelty(PriorityOperator[NoveltyOptions]):
+class Novelty(NumberOperator[NoveltyOptions]):
     """The share of a text's n-grams that no other row has.
 
     n-grams are counted in 16 MiB, whatever their number; a cell that two share makes both seem known, which at a
@@ -111,15 +136,14 @@ class Novelty(PriorityOperator[NoveltyOptions]):
 
     scope = "all"
 
-    def __init__(self, options: NoveltyOptions, context: Context) -> None:
-        super().__init__(options, context)
+    def prepare(self) -> None:
         self._rows = np.zeros(_CELLS, np.uint8)
 
     def observe(self, rows: pa.RecordBatch) -> None:
         for cells in self._cells(rows):
             self._rows[cells] = np.minimum(self._rows[cells], 1) + 1  # 0, 1, or more rows
 
-    def priorities(self, rows: pa.RecordBatch) -> np.ndarray:
+    def values(self, rows: pa.RecordBatch) -> np.ndarray:
         shares = [np.mean(self._rows[cells] == 1) if len(cells) else np.nan for cells in self._cells(rows)]
         return np.array(shares, np.float64)
 

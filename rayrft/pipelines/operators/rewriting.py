@@ -11,7 +11,7 @@ from pydantic import Field
 
 from rayrft.config.base import invalid, section_rule
 from rayrft.errors import ConfigError
-from rayrft.pipelines.operator import Applied, Asks, register_operator, with_column
+from rayrft.pipelines.operator import Applied, Asks, copy_parents, register_operator
 from rayrft.pipelines.operators.solving import SolverOptions, SolvingOperator, first_problem
 from rayrft.pipelines.subjects import Subject, is_experience, request_seed, subjects
 from rayrft.rewards.judge import cut, last_object, tagged
@@ -63,12 +63,10 @@ class _Rewriting(SolvingOperator[RewriteOptions]):
     async def work(self, rows: pa.RecordBatch) -> Applied:
         found = await asyncio.gather(*map(self._rewritten, await subjects(rows, self.options)))
         kept = [(index, each) for index, proposals in enumerate(found) for each in proposals if each.problem is None]
-        made = rows.take(pa.array([index for index, _ in kept], pa.int64()))
-        texts = [each.question for _, each in kept], [each.answer for _, each in kept]
-        for name, values in zip((self.options.question, self.options.answer), texts, strict=True):
-            made = with_column(made, name, pa.array(values, rows.schema.field(name).type))
+        questions, answers = [each.question for _, each in kept], [each.answer for _, each in kept]
         notes = [each.problem for proposals in found for each in proposals if each.problem is not None]
-        return Applied(rows, made=made, parents=[(index,) for index, _ in kept], notes=notes)
+        columns = {self.options.question: questions, self.options.answer: answers}
+        return replace(copy_parents(rows, [index for index, _ in kept], columns), notes=notes)
 
     async def _rewritten(self, subject: Subject | None) -> list[_Proposal]:
         if subject is None:

@@ -7,19 +7,19 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain
 from random import Random
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
 from rayrft.config.base import Section
-from rayrft.experience import SCHEMA, reaches
-from rayrft.pipelines.operator import Applied, Operator, TextColumn, Wants, register_operator, with_column
+from rayrft.experience import reaches
+from rayrft.pipelines.operator import Applied, Operator, TextColumn, Wants, copy_parents, register_operator
 from rayrft.pipelines.rows import DERIVED, grouped, id_column, numbers, seeded
 
 
@@ -51,21 +51,17 @@ class NumericVariation(Operator[VariationOptions]):
         made, parents = list[tuple[str, str]](), list[int]()
         columns = (rows.column(name) for name in (id_column(rows.schema), self.options.question, self.options.answer))
         for index, (name, question, answer) in enumerate(zip(*(each.to_pylist() for each in columns), strict=True)):
-            problem = Problem.read(question or "", answer or "")
-            found = set[tuple[str, str]]()
-            rng = seeded(name, self.options.seed)
-            tries = self.options.variations * self.options.tries
-            while problem is not None and tries and len(found) < self.options.variations:
-                tries -= 1
-                varied = problem.vary(rng)
-                if varied is not None and varied not in found:
-                    found.add(varied)
-                    made.append(varied)
-                    parents.append(index)
-        added = rows.take(pa.array(parents, pa.int64()))
-        for column, values in zip((self.options.question, self.options.answer), zip(*made, strict=True), strict=False):
-            added = with_column(added, column, pa.array(values, rows.schema.field(column).type))
-        return Applied(rows, made=added, parents=[(index,) for index in parents])
+            problem, rng = Problem.read(question or "", answer or ""), seeded(name, self.options.seed)
+            tries, found = self.options.variations * self.options.tries, dict[tuple[str, str], None]()
+            for varied in (problem.vary(rng) for _ in range(tries)) if problem is not None else ():
+                if varied is not None:
+                    found[varied] = None
+                if len(found) == self.options.variations:
+                    break
+            made += found
+            parents += [index] * len(found)
+        questions, answers = ([each[at] for each in made] for at in (0, 1))
+        return copy_parents(rows, parents, {self.options.question: questions, self.options.answer: answers})
 
 
 _NUMBER = re.compile(r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?![\w]|[.,]\d)")
@@ -235,23 +231,22 @@ class GroupSynthesis(Operator[G]):
         rewards = numbers(rows, "reward")
         lengths = np.array([len(ids or ()) for ids in rows.column("token_ids").to_pylist()])
         chosen, used = list[int](), set[int]()
-        for indices in grouped(rows.column("group_id").to_pylist()):
+        groups = rows.column("group_id").to_pylist()
+        for indices in grouped(groups):
             known = [index for index in indices if rewards[index] == rewards[index]]
             if known and (found := self.choose(known, rewards, lengths)):
                 chosen += found
                 used.update(indices)
-        made = rows.take(pa.array(chosen, pa.int64()))
-        for name, values in {"source": pa.array(["expert"] * len(chosen), pa.string()), **self.fields(made)}.items():
-            made = with_column(made, name, values.cast(SCHEMA.field(name).type))
+        columns = {"source": ["expert"] * len(chosen), **self.fields([groups[index] for index in chosen])}
         reasons = [DERIVED if index in used else "nothing was made of its group" for index in range(rows.num_rows)]
-        return Applied(rows, [] if self.options.keep else reasons, made, [(index,) for index in chosen])
+        return replace(copy_parents(rows, chosen, columns), reasons=[] if self.options.keep else reasons)
 
     def choose(self, known: list[int], rewards: np.ndarray, lengths: np.ndarray) -> list[int]:
         """Return the rows of a group to make expert rows of, by index, of the ``known`` ones: those with a reward."""
         raise NotImplementedError
 
-    def fields(self, made: pa.RecordBatch) -> Mapping[str, pa.Array]:
-        """Return further columns to set in the rows that are made."""
+    def fields(self, groups: list[str]) -> Mapping[str, list[Any]]:
+        """Return further columns of the rows that are made, by the groups that they are made of."""
         return {}
 
 
@@ -270,10 +265,8 @@ class BestAgainstWorst(GroupSynthesis[PairOptions]):
         worst = min(known, key=lambda index: (rewards[index], lengths[index]))
         return [best, worst] if reaches(rewards[best] - rewards[worst], self.options.min_gap) else []
 
-    def fields(self, made: pa.RecordBatch) -> Mapping[str, pa.Array]:
-        pairs = [f"{group}/pair" for group in made.column("group_id").to_pylist()]
-        chosen = [place % 2 == 0 for place in range(len(pairs))]
-        return {"pair_id": pa.array(pairs, pa.string()), "chosen": pa.array(chosen, pa.bool_())}
+    def fields(self, groups: list[str]) -> Mapping[str, list[Any]]:
+        return {"pair_id": [f"{group}/pair" for group in groups], "chosen": [True, False] * (len(groups) // 2)}
 
 
 class ExpertOptions(GroupOptions):

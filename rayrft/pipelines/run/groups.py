@@ -18,7 +18,7 @@ from rayrft.config.pipelines import OperatorConfig, PipelinesConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import ActorDied, ActorUnreachable, CallFailed, ConfigError, EndpointFailed, OperatorFailed
 from rayrft.experience import Task
-from rayrft.pipelines.chain import ChainLink, Outcome, build_chain, same_values
+from rayrft.pipelines.chain import ChainLink, Outcome, build_chain, differences
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.run import host
 from rayrft.pipelines.run.host import START_S, OperatorHost, OperatorProcess, asked_by, operator_pool, packed, unpacked
@@ -146,7 +146,7 @@ def group_difference(
         after, made = after.filter(own), after.filter(pc.invert(own))
     if kept != list(range(before.num_rows)):
         before = before.take(pa.array(kept, pa.int64()))
-    changed = [name for name in before.schema.names if not same_values(before.column(name), after.column(name))]
+    changed = [name for name in before.schema.names if differences(before.column(name), after.column(name))]
     return kept, after.select(changed), made
 
 
@@ -159,13 +159,9 @@ class LocalOperators:
         self._open_models, self._opened = models, AsyncExitStack()
         self._models: ModelServer | None = None
         self._links, self._key, self._deadline_s = chain.build(), chain.key, config.deadline_s
+        create = partial(GroupHost, chain, config.on_error == "leave_out")
         self._calls = CallQueue[pa.RecordBatch, GroupResult](
-            operator_pool(
-                partial(GroupHost, chain, config.on_error == "leave_out"),
-                chain.plugins,
-                processes=config.workers + chain.whole,
-                spares=int(chain.whole),
-            ),
+            operator_pool(create, chain.plugins, processes=config.workers + chain.whole, spares=int(chain.whole)),
             self._make,
             workers=config.workers,
             spare=0,
@@ -224,7 +220,7 @@ class LocalOperators:
         return GroupResult(*group_difference(rows, unpacked(message), self._key), [each for _, each in outcomes])
 
 
-class OperatorActor(Watched):
+class OperatorActor(LocalOperators, Watched):
     """The actor: operators with their processes, on any node. They may ask the ``auxiliary`` models that ``models``
     opens, and have answers scored by ``reward``."""
 
@@ -239,7 +235,7 @@ class OperatorActor(Watched):
         self._tasks: dict[str, Task] = {}
         """Of the groups in flight."""
         self._groups = Counter[str]()
-        opened = partial(
+        opens = partial(
             open_models,
             engines=running_engines(models() if models is not None else {}, auxiliary),
             endpoints=config.endpoints,
@@ -248,24 +244,18 @@ class OperatorActor(Watched):
             tasks=self._tasks.get,
             answer_s=config.answer_s,
         )
-        self._operators = LocalOperators(chain, config, opened)
+        super().__init__(chain, config, opens)
 
     @once
-    async def start(self) -> None:
-        """Start the processes. Raises ConfigError if they cannot be started."""
-        await self._operators.open()
+    async def open(self) -> None:
+        await super().open()
 
-    async def close(self) -> None:
-        """End the processes."""
-        await self._operators.close()
-
-    async def apply(self, rows: pa.RecordBatch, task: Task) -> GroupResult:
-        """Process a group of answers to a task. Raises OperatorFailed."""
-        await self.start()  # the call may have been sent to a predecessor that has died
+    async def apply(self, rows: pa.RecordBatch, task: Task) -> GroupResult:  # type: ignore[override]  # it is known
+        await self.open()  # the call may have been sent to a predecessor that has died
         self._tasks[task.id] = task
         self._groups[task.id] += 1
         try:
-            return await self._operators.apply(rows)
+            return await super().apply(rows, task)
         finally:
             self._groups[task.id] -= 1
             if not self._groups[task.id]:
@@ -278,7 +268,7 @@ class ActorOperators:
     def __init__(self, actors: Sequence[Handle[OperatorActor]]) -> None:
         self._actors = ActorPool(
             iter(actors).__next__,
-            lambda actor: actor.call(OperatorActor.start),
+            lambda actor: actor.call(OperatorActor.open),
             len(actors),
             "operators",
             restarted=True,
@@ -287,10 +277,6 @@ class ActorOperators:
     async def open(self) -> None:
         """Start the actors. Raises ConfigError if operators cannot be started."""
         await self._actors.open()
-
-    async def close(self) -> None:
-        """Kill the actors."""
-        self._actors.close()
 
     async def apply(self, rows: pa.RecordBatch, task: Task) -> GroupResult:
         """Process a group. Raises OperatorFailed, also if every actor that was tried failed."""

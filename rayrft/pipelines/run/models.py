@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -212,13 +213,15 @@ async def open_models(
     Raises ConfigError where the reward cannot be built, and the errors of starting engines.
     """
     built = reward if scores and score is None else None
-    judges = needed_models(built) if built is not None else set[str]()
+    parts = [part for model in (built.models.values() if built is not None else ()) for part in model.scored_by]
+    judges = [build_reward(part.name, part.options) for part in parts if where(part.name) == "loop"]
+    wanted = {*names, *chain.from_iterable(getattr(judge, "needs_auxiliary", ()) for judge in judges)}
     async with AsyncExitStack() as stack:
         models = dict[str, AskedModel]()
-        for name in endpoints.keys() & {*names, *judges}:
+        for name in endpoints.keys() & wanted:
             models[name] = AskedModel.at_endpoint(endpoints[name])
             stack.push_async_callback(models[name].chat.close)  # type: ignore[attr-defined]
-        models |= await stack.enter_async_context(engines({*names, *judges} - models.keys()))
+        models |= await stack.enter_async_context(engines(wanted - models.keys()))
         if built is not None:
             scorer = Scorer(built, plugins, {name: model.chat for name, model in models.items()})
             stack.push_async_callback(scorer.close)
@@ -226,9 +229,3 @@ async def open_models(
             score = scorer.score
         written = stack.enter_context(closing(AnswerJournal(journal))) if journal is not None else None
         yield ModelServer(models, score, tasks=tasks, answer_s=answer_s, journal=written)
-
-
-def needed_models(config: RewardModelsConfig) -> set[str]:
-    """Return the names of the models that judges of a reward ask."""
-    parts = [part for model in config.models.values() for part in model.scored_by if where(part.name) == "loop"]
-    return {name for part in parts for name in getattr(build_reward(part.name, part.options), "needs_auxiliary", ())}

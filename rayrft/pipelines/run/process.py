@@ -64,13 +64,11 @@ class Pipeline:
         self.links = build()
         self.schema = self.links[-1].gives if self.links else schema
         self.report = Report([OperatorReport(link.name) for link in self.links])
-        apart = workers > 1
-        self._segments = host.segments(self.links, apart=apart)
-        self._distributed = [apart and host.is_distributable(self.links[numbers[0]]) for numbers in self._segments]
-        pairs = zip(self._segments, self._distributed, strict=True)
-        here = [number for numbers, distributed in pairs if not distributed for number in numbers]
+        self._segments = host.segments(self.links, apart=workers > 1)
+        distributes = [workers > 1 and host.is_distributable(link) for link in self.links]
+        here = [number for number, elsewhere in enumerate(distributes) if not elsewhere]
         self._create = partial(OperatorHost, build, samples, leave_out, here)
-        self._build, self._leave_out, self._workers = build, leave_out, workers
+        self._build, self._leave_out, self._workers, self._distributes = build, leave_out, workers, distributes
         self._plugins, self._deadline_s = tuple(plugins), deadline_s
         self._batch_rows, self._samples = batch_rows, samples
 
@@ -127,9 +125,9 @@ class Pipeline:
         self, process: OperatorProcess, batches: Iterable[pa.RecordBatch], folder: Path, note: NoteWork
     ) -> Flow:
         stream = _whole(batches)
-        for numbers, distributed in zip(self._segments, self._distributed, strict=True):
+        for numbers in self._segments:
             first = self.links[numbers[0]]
-            if distributed:
+            if self._distributes[numbers[0]]:
                 stream = self._in_actors(numbers, stream, note)
                 continue
             if first.operator.scope != "row":
@@ -192,27 +190,26 @@ class _Spool:
 
     def read_groups(self, column: str, rows: int) -> Iterator[pa.RecordBatch]:
         """Iterate over whole groups (or single rows without one), in order of appearance, about ``rows`` at a time."""
-        members = grouped(name for batch in self.read() for name in batch.column(column).to_pylist())
-        first_rows = np.cumsum([0, *(batch.num_rows for batch in self.read())])
-        part = list[int]()
-        with pa.memory_map(str(self.path)) as source, pa.ipc.open_file(source) as file:
-            for group in members:
-                if part and len(part) + len(group) > rows:
-                    yield self._taken(file, np.array(part), first_rows)
-                    part = []
-                part += group
-            if part:
-                yield self._taken(file, np.array(part), first_rows)
+        batches, part = list(self.read()), list[int]()
+        first_rows = np.cumsum([0, *map(len, batches)])
+        for group in grouped(name for batch in batches for name in batch.column(column).to_pylist()):
+            if part and len(part) + len(group) > rows:
+                yield _taken(batches, np.array(part), first_rows)
+                part = []
+            part += group
+        if part:
+            yield _taken(batches, np.array(part), first_rows)
 
-    def _taken(self, file: Any, wanted: np.ndarray, first_rows: np.ndarray) -> pa.RecordBatch:
-        where = np.searchsorted(first_rows, wanted, side="right") - 1
-        parts, places = [], []
-        for number in np.unique(where):
-            here = np.flatnonzero(where == number)
-            parts.append(file.get_batch(int(number)).take(pa.array(wanted[here] - first_rows[number])))
-            places.append(here)
-        back = np.argsort(np.concatenate(places), kind="stable")
-        return pa.concat_batches(parts).take(pa.array(back))
+
+def _taken(batches: list[pa.RecordBatch], wanted: np.ndarray, first_rows: np.ndarray) -> pa.RecordBatch:
+    where = np.searchsorted(first_rows, wanted, side="right") - 1
+    parts, places = [], []
+    for number in np.unique(where):
+        here = np.flatnonzero(where == number)
+        parts.append(batches[number].take(pa.array(wanted[here] - first_rows[number])))
+        places.append(here)
+    back = np.argsort(np.concatenate(places), kind="stable")
+    return pa.concat_batches(parts).take(pa.array(back))
 
 
 async def _whole(batches: Iterable[pa.RecordBatch]) -> Flow:

@@ -86,6 +86,8 @@ _SPAN = re.compile(r"(?<!\\)\$((?:\\.|[^$\\])*)\$|\\\((.*?)\\\)|\\\[(.*?)\\\]", 
 _SPACED = re.compile(r"\s+(?=[(\[])|\s*\\left(?![A-Za-z])\s*")
 """Space before a bracket, without meaning in a formula."""
 _BULLET = re.compile(r"^\s*(?:(?:[-*>#]+|\d+[.)])\s+|\*+)")
+_DENIED_BOX = re.compile(r"(?:\b(?:can)?not|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?\$*$", re.IGNORECASE)
+_PLAIN_NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*")
 _MOST_LINES, _LONGEST_LINE = 20, 500
 
 
@@ -106,12 +108,6 @@ def find_answer(response: str, *, strict: bool = False) -> str | None:
         if found is not None:
             return found or None
     return None if strict else _last(response)
-
-
-_DENIED_BOX = re.compile(r"(?:\b(?:can)?not|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?\$*$", re.IGNORECASE)
-
-
-_PLAIN_NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*")
 
 
 def _announced(text: str) -> str | None:

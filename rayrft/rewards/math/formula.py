@@ -51,7 +51,11 @@ _FUNCTIONS = {
     *("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh"),
     *("ln", "log", "lg", "exp"),
 }
-_PRODUCT_SIGNS = {"*", "/", "\\cdot", "\\times", "\\div", "\\ast", ":"}
+_SUMS = {"+": "+", "-": "-"}
+_PRODUCTS = {**dict.fromkeys(["*", "\\cdot", "\\times", "\\ast"], "*"), **dict.fromkeys(["/", "\\div", ":"], "/")}
+"""Operations by their signs."""
+_STOPS = {"", "+", "-", "^", "_", "!", "%", "'", ")", "]", "}", "\\}", "\\rfloor", "\\rceil", *_PRODUCTS}
+"""Tokens that do not begin a factor."""
 CONSTANTS = {"\\pi", "e", "i"}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|", "\\{": "\\}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _TOKEN = re.compile(r"\s*(\\[A-Za-z]+|\\[{}]|\d+(?:\.\d+)?|\.\d+|[A-Za-z]|[-+*/^_!%()\[\]{}|':])")
@@ -107,20 +111,14 @@ class _Parser:
 
     def sum(self) -> Node:
         """Parse terms with signs between them."""
-        return self._deeper(self._terms)
+        return self._deeper(lambda: self._chain(_SUMS, lambda: self._chain(_PRODUCTS, self._factors)))
 
-    def _terms(self) -> Node:
-        node = self._product()
-        while (sign := self.peek()) in {"+", "-"}:
+    def _chain(self, ops: dict[str, str], operand: Callable[[], Node]) -> Node:
+        """Parse operands with signs of such operations between them, from left to right."""
+        node = operand()
+        while op := ops.get(self.peek()):
             self.take()
-            node = Node(sign, (node, self._product()))
-        return node
-
-    def _product(self) -> Node:
-        node = self._factors()
-        while (sign := self.peek()) in _PRODUCT_SIGNS:
-            self.take()
-            node = Node("/" if sign in {"/", "\\div", ":"} else "*", (node, self._factors()))
+            node = Node(op, (node, operand()))
         return node
 
     def _factors(self, *, argument: bool = False) -> Node:
@@ -142,8 +140,7 @@ class _Parser:
             return self._bars == 0
         if token[:1] == "\\" and token[1:] in _FUNCTIONS:
             return not argument
-        stops = {"", "+", "-", "^", "_", "!", "%", "'", ")", "]", "}", "\\}", "\\rfloor", "\\rceil"}
-        return token not in stops | _PRODUCT_SIGNS
+        return token not in _STOPS
 
     def _power(self) -> Node:
         node = self._atom()
