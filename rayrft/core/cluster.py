@@ -30,6 +30,10 @@ _CONNECT_TIMEOUT_S = 5.0
 """Time for a cluster to answer; Ray itself tries for two minutes."""
 _BUSY_S = 30.0
 """Time for a cluster to answer that has just answered."""
+_starting = threading.local()
+"""``own_group`` is set in a thread that starts a Ray, whose processes get a group of their own: a signal to this one's
+group, as a terminal that closes sends it, must not end the Ray with which a run saves and ends."""
+os.register_at_fork(after_in_child=lambda: os.setpgrp() if getattr(_starting, "own_group", False) else None)
 
 
 def connect(*, start: bool = True) -> None:
@@ -73,6 +77,7 @@ def _init(address: str, mode: str) -> Any:
     environment = None if python == sys.executable else {"py_executable": python}
     os.environ["RAY_AUTH_MODE"] = mode
     ray_api.Config.initialize("")
+    _starting.own_group = True
     try:
         return ray.init(
             address=address, namespace=NAMESPACE, runtime_env=environment, log_to_driver=False, logging_level="ERROR"
@@ -86,6 +91,7 @@ def _init(address: str, mode: str) -> Any:
             field, value, remedy = "TMPDIR", tempfile.gettempdir(), "set it to a shorter path, such as /tmp"
         raise ClusterError(problem, remedy, field=field, value=value) from None
     finally:
+        _starting.own_group = False
         del os.environ["RAY_AUTH_MODE"]
         if asked is not None:
             os.environ["RAY_AUTH_MODE"] = asked

@@ -254,18 +254,26 @@ def test_a_python_whose_path_has_a_space_is_found(joined: Joined, head: Head, mo
     assert joined.environments == [None, {"py_executable": "'/home/my checkout/python'"}]
 
 
-def test_a_ray_of_its_own_ends_with_the_process_and_runs_beside_another(ray_cluster: Any, home: Path) -> None:
-    code = f"import sys; {CONNECT}; print('ready', flush=True); sys.stdin.read()"
+def test_a_ray_of_its_own_ends_with_the_process_and_not_with_a_signal_to_its_group(
+    ray_cluster: Any, home: Path
+) -> None:
+    handled = "import ray, signal, sys; signal.signal(signal.SIGHUP, lambda *_: None)"
+    asked = "sys.stdin.readline(); print(ray.get(ray.remote(lambda: 7).remote()), flush=True)"
+    code = f"{handled}; {CONNECT}; print('ready', flush=True); {asked}; sys.stdin.read()"
     mark = uuid.uuid4().hex
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     env = {**os.environ, "RAY_ADDRESS": "local", "RAYRFT_TEST_MARK": mark}
-    process = subprocess.Popen([sys.executable, "-c", code], env=env, text=True, **pipes)
-    assert process.stdout is not None
+    process = subprocess.Popen([sys.executable, "-c", code], env=env, text=True, start_new_session=True, **pipes)
+    assert process.stdin is not None and process.stdout is not None
     line = process.stdout.readline()
+    os.killpg(process.pid, signal.SIGHUP)  # as a terminal that closes
+    process.stdin.write("\n")
+    process.stdin.flush()
+    answer = process.stdout.readline()
     processes = psutil.process_iter(["environ"])
     started = [each for each in processes if (each.info["environ"] or {}).get("RAYRFT_TEST_MARK") == mark]
     _, errors = process.communicate(timeout=60)
-    assert line == "ready\n", errors
+    assert (line, answer) == ("ready\n", "7\n"), errors
     assert str(home / ".ray/auth_token") in errors and "RAY_ADDRESS=" in errors
     assert len(started) > 3, "the raylet, among others"
     _, alive = psutil.wait_procs(started, timeout=60)
