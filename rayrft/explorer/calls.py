@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from rayrft.experience import Experience
-from rayrft.explorer.engines.exchange import INTERRUPTED, Completion, Request, Sampling, Session
+from rayrft.explorer.engines.exchange import INTERRUPTED, UNBEGUN, Completion, Request, Sampling, Session
 from rayrft.explorer.trajectory import Generate, action_columns
 from rayrft.runtime.waits import settle
 
@@ -37,9 +37,6 @@ class Parking:
     begun: Sequence[Experience] = ()
 
 
-_UNBEGUN = Completion((), (), (), INTERRUPTED)
-
-
 class _Call(NamedTuple):
     """A call of the model, and what was sampled for it: it is not finished while the stop reason is `INTERRUPTED`."""
 
@@ -47,24 +44,11 @@ class _Call(NamedTuple):
     images: tuple[str, ...] = ()
     schema: str = ""
     """The JSON schema of the answer. Such an answer cannot be continued: if it is interrupted, it is sampled again."""
-    answer: Completion = _UNBEGUN
+    answer: Completion = UNBEGUN
 
     @property
     def finished(self) -> bool:
         return self.answer.stop_reason != INTERRUPTED
-
-    def extended(self, by: Completion) -> _Call:
-        begun, start = self.answer, len(self.answer.token_ids)
-        if start:
-            spans = [*begun.versions]
-            for first, last, version in by.versions:
-                if spans and spans[-1][2] == version:
-                    spans[-1] = (spans[-1][0], start + last, version)
-                else:
-                    spans.append((start + first, start + last, version))
-            tokens, logprobs = begun.token_ids + by.token_ids, begun.logprobs + by.logprobs
-            by = Completion(tokens, logprobs, tuple(spans), by.stop_reason)
-        return self._replace(answer=by)
 
     def to_experience(self, experience_id: str, group_id: str, task_id: str) -> Experience:
         token_ids = [*self.prompt, *self.answer.token_ids]
@@ -203,7 +187,7 @@ class GroupCalls:
             number = len(attempt.made) + 1
             call = _Call(prompt, images, schema)
             if recorded := attempt.recorded.pop(number, None):
-                if recorded._replace(answer=_UNBEGUN) == call:
+                if recorded._replace(answer=UNBEGUN) == call:
                     call = recorded
                 else:
                     log.warning(
@@ -242,7 +226,7 @@ class GroupCalls:
             if completion.stop_reason == "length" and left < room:  # cut by the budget
                 completion = replace(completion, stop_reason=INTERRUPTED)
             if not call.schema or completion.stop_reason != INTERRUPTED:
-                attempt.made[number] = call = call.extended(completion)
+                attempt.made[number] = call = call._replace(answer=call.answer.continued(completion))
             if call.finished:
                 return call
         attempt.suspended += 1

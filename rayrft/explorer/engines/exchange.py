@@ -90,6 +90,21 @@ class Completion:
     prompt: Chunk | None = None
     """The tokens of the prompt but the first, which has no probability."""
 
+    def continued(self, rest: Completion) -> Completion:
+        """Return the answer with the tokens that were sampled after it."""
+        if not (count := len(self.token_ids)):
+            return rest
+        versions = [*self.versions]
+        for first, end, version in rest.versions:
+            if versions and versions[-1][2] == version:
+                first = versions.pop()[0] - count
+            versions.append((first + count, end + count, version))
+        tokens, logprobs = self.token_ids + rest.token_ids, self.logprobs + rest.logprobs
+        return Completion(tokens, logprobs, tuple(versions), rest.stop_reason, self.alternatives + rest.alternatives)
+
+
+UNBEGUN = Completion((), (), (), INTERRUPTED)
+
 
 @dataclass(frozen=True)
 class Request:
