@@ -157,7 +157,17 @@ class Runner:
         group = GroupDeadline(self._config.explorer.group_deadline_s)
         inline, create_task = self._scores_inline(task), asyncio.get_running_loop().create_task
         ended = list[float]()
-        attempts = [create_task(self._scored(task, repeat, calls, group, name, inline, ended)) for repeat in range(n)]
+
+        async def scored(repeat: int) -> list[_BuiltRow] | _Failure:
+            """Make an attempt and, unless rewards are ``inline``, score its rows while other attempts run."""
+            with self.rolling:
+                made = await self._attempt(task, repeat, calls, group, name)
+            ended.append(time.perf_counter())
+            if not inline and not isinstance(made, _Failure):
+                await self._score_rows(task, made)
+            return made
+
+        attempts = [create_task(scored(repeat)) for repeat in range(n)]
         made, failed, problem = list[_BuiltRow](), Counter[str](), None
         if parking is not None:
             self._parkable[name] = calls
@@ -191,25 +201,6 @@ class Runner:
         """Park the group of that id, which runs with ``parking``; nothing happens if it is not running."""
         if name in self._parkable:
             self._parkable[name].park()
-
-    async def _scored(
-        self,
-        task: Task,
-        repeat: int,
-        calls: GroupCalls,
-        group: GroupDeadline,
-        name: str,
-        inline: bool,
-        ended: list[float],
-    ) -> list[_BuiltRow] | _Failure:
-        """Make an attempt, whose end is added to ``ended``, and, unless rewards are ``inline``, score its rows while
-        other attempts run."""
-        with self.rolling:
-            made = await self._attempt(task, repeat, calls, group, name)
-        ended.append(time.perf_counter())
-        if not inline and not isinstance(made, _Failure):
-            await self._score_rows(task, made)
-        return made
 
     async def _attempt(
         self, task: Task, repeat: int, calls: GroupCalls, group: GroupDeadline, name: str
