@@ -186,7 +186,7 @@ def engine_arguments(
 def _annotations() -> Mapping[str, ast.expr]:
     """Return the types of vLLM's engine arguments by name, read from its source: importing it takes seconds."""
     found = dict[str, ast.expr]()
-    for statement in _parsed("engine/arg_utils.py"):
+    for statement in parsed_source("engine/arg_utils.py"):
         if isinstance(statement, ast.ClassDef) and statement.name in ("EngineArgs", "AsyncEngineArgs"):
             for field in statement.body:
                 match field:
@@ -201,15 +201,15 @@ def _annotations() -> Mapping[str, ast.expr]:
 def _aliases() -> Mapping[str, ast.expr]:
     """Return the types of a few texts or numbers that vLLM's configs name, by their names."""
     found = dict[str, ast.expr]()
-    for node in (each for statement in _parsed("config/*.py") for each in ast.walk(statement)):
+    for node in (each for statement in parsed_source("config/*.py") for each in ast.walk(statement)):
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript(value=ast.Name(id="Literal")) as kind):
                 found[name] = kind
     return found
 
 
-def _parsed(files: str) -> Iterator[ast.stmt]:
-    """Iterate over the statements of vLLM's modules; over none if it is not installed."""
+def parsed_source(files: str) -> Iterator[ast.stmt]:
+    """Iterate over the statements of vLLM's modules, whose import takes seconds; over none if it is not installed."""
     spec = find_spec("vllm")
     for folder in (spec and spec.submodule_search_locations) or ():
         for file in sorted(Path(folder).glob(files)):
