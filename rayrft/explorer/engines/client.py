@@ -169,9 +169,8 @@ def _continued(request: Request, begun: Completion) -> Request:
 def _reason(error: Exception) -> str:
     if isinstance(error, ActorDied):
         return error.problem
-    return (
-        f"the engine died: {death_reason(error)}" if isinstance(error, ray_api.ACTOR_DEATHS) else type(error).__name__
-    )
+    died = isinstance(error, ray_api.ACTOR_DEATHS)
+    return f"the engine died: {death_reason(error)}" if died else type(error).__name__
 
 
 class EngineClient:
