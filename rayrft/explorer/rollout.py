@@ -172,7 +172,7 @@ class Runner:
         if parking is not None:
             self._parkable[name] = calls
             for repeat, attempt in enumerate(attempts):
-                calls.on_park(repeat, attempt.cancel)
+                calls.attempts[repeat].on_park = attempt.cancel
         try:
             outcomes = await asyncio.gather(*attempts)
         finally:
@@ -209,7 +209,7 @@ class Runner:
         seconds = self._config.explorer.deadline_s
         try:
             try:
-                deadline = group.attempt(seconds, calls.session(repeat))
+                deadline = group.attempt(seconds, calls.attempts[repeat].session)
                 if self._shared.environments is None:
                     with deadline:
                         made = await self.workflow(workflow).run(task, model, None)
@@ -232,7 +232,7 @@ class Runner:
             limit = "explorer.group_deadline_s" if group.expired else f"explorer.deadline_s, {seconds:g} s"
             return self._failure(workflow, task, "timeout", f"not finished within {limit}", "")
         except asyncio.CancelledError as error:
-            if calls.is_parked(repeat):
+            if calls.attempts[repeat].parked:
                 return []
             current = asyncio.current_task()
             assert current is not None  # a coroutine is running
@@ -246,7 +246,7 @@ class Runner:
             problem = f"{type(error).__name__}: {error}"
             return self._failure(workflow, task, "workflow_error", problem, traceback.format_exc())
         finally:
-            calls.end(repeat)
+            calls.attempts[repeat].end()
             model.started.clear()  # model and trajectories would keep each other until garbage is collected
 
     def _failure(self, workflow: str, task: Task, reason: str, problem: str, trace: str) -> _Failure:
@@ -294,7 +294,7 @@ class Runner:
             images=self._images,
             repeat=repeat,
             auxiliary=auxiliary,
-            session=calls.session(repeat),
+            session=calls.attempts[repeat].session,
         )
 
     def workflow(self, name: str) -> Workflow:
@@ -323,7 +323,7 @@ def _rows(
             raise ValueError("the trajectory has no answer of the model: await act() first")
         if trajectory not in model.started or trajectories.count(trajectory) > 1:
             raise ValueError("a workflow must return trajectories of this attempt, each once")
-        if not all(calls.answered(model.repeat, *prompted) for prompted in trajectory.prompted()):
+        if not all(calls.attempts[model.repeat].answered(*prompted) for prompted in trajectory.prompted()):
             raise ValueError("the trajectory has tokens that were not sampled for it, or with other log-probs")
     first = f"{name}/{model.repeat}"
     ids = [first] if len(trajectories) == 1 else [f"{first}/{k}" for k in range(len(trajectories))]
