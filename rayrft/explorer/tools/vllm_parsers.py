@@ -136,10 +136,8 @@ class HostedParser:
 
     def _reads(self, name: str, probe: Probe | None) -> bool:
         """Return whether a parser reads back the calls of a probe. Those of other models may raise anything."""
-        if probe is None:
-            return False
         with contextlib.suppress(Exception):
-            return calls_of(self._read(name, probe.text, PROBE_TOOLS)) == list(probe.calls)
+            return probe is not None and calls_of(self._read(name, probe.text, PROBE_TOOLS)) == list(probe.calls)
         return False
 
 
