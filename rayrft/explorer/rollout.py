@@ -150,8 +150,7 @@ class Runner:
         ``name`` is the group's id, from which ids of rows and seeds of requests are derived. With ``parking`` it may
         end unfinished. An error in a workflow fails that repeat only. Raises ActorDied if an engine has died.
         """
-        seed = derive_seed(self._config.seed, name) if self._config.seeds_requests else None
-        sampling = self._config.explorer.sampling
+        seed, sampling = self._seed(name), self._config.explorer.sampling
         common = Sampling(temperature, sampling.max_tokens, self._tokenizer.stop_ids, seed, sampling.repetition)
         calls = GroupCalls(self._engines, n, common, parking)
         group = GroupDeadline(self._config.explorer.group_deadline_s)
@@ -278,12 +277,7 @@ class Runner:
     def _model(self, repeat: int, calls: GroupCalls, name: str) -> Model:
         """``name`` is the group's id."""
         sampling = self._config.explorer.sampling
-        auxiliary = self._auxiliary and {
-            of: each.with_seed(
-                derive_seed(self._config.seed, f"{name}/{repeat}/{of}") if self._config.seeds_requests else None
-            )
-            for of, each in self._auxiliary.items()
-        }
+        auxiliary = {of: each.with_seed(self._seed(f"{name}/{repeat}/{of}")) for of, each in self._auxiliary.items()}
         return Model(
             calls.of(repeat),
             self._score_one,
@@ -296,6 +290,9 @@ class Runner:
             auxiliary=auxiliary,
             session=calls.attempts[repeat].session,
         )
+
+    def _seed(self, name: str) -> int | None:
+        return derive_seed(self._config.seed, name) if self._config.seeds_requests else None
 
     def workflow(self, name: str) -> Workflow:
         """Return the workflow of that name, built once."""
