@@ -10,7 +10,7 @@ from typing import Any
 
 from rayrft.benchmark.bench import attempt_all, check_attempts, find_weights
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.reader import log_folder, read_state
+from rayrft.buffer.reader import StateReader, log_folder
 from rayrft.config import RunConfig, load_config, load_run_config
 from rayrft.core.cluster import connect
 from rayrft.core.services import task_engines
@@ -98,7 +98,7 @@ def write_solved(folder: Path, out: Path) -> MeasuredTasks:
     if spec is None or config.buffer.name is not None:
         problem = "it draws no tasks" if spec is None else f"its tasks are in the Buffer {config.buffer.name!r}"
         raise DataError(f"the run has no task statistics: {problem}", field="run", value=str(folder))
-    state = read_state(Storage(log_folder(folder, config)), config.buffer.sampler, config.seed, spec()).state
+    state = StateReader(Storage(log_folder(folder, config)), config.buffer.sampler, config.seed, spec()).read()
     drawn, names = state.tasks[""], source_names(config)
     tasks = [*splits.train, *state.meta.added_tasks]
     return _written(out, [(names[drawn.source(task.id)], measured(task, *drawn.statistics(task.id))) for task in tasks])

@@ -140,10 +140,6 @@ class Buffer(Watched):
         """Issue the tickets of a producer that has died to the others; its later calls are refused."""
         await self.store.commit(*([] if producer in self.state.meta.gone else [e.ProducerAbandoned(producer)]))
 
-    async def closed(self) -> None:
-        """Wait until the stage is closed."""
-        await self.store.wait_for(lambda: not self.state.stage.open)
-
     async def leased(self, after: int) -> int:
         """Wait until a step later than ``after`` is leased, and return the newest: groups whose tickets have no later
         deadline come too late. Returns ``after`` once the stage is closed; waits without a deadline, like `admit`."""

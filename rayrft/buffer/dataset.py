@@ -57,7 +57,8 @@ def load_dataset(
         remedy = "use letters, digits, '_', '-' and '.', starting with a letter or a digit"
         raise DataError("not a valid name of demonstrations", remedy, field="name", value=name)
     if isinstance(rows, ray.data.Dataset):
-        message = ray.remote(num_cpus=0)(_gather).remote(ordered_blocks(rows), name)
+        gather = ray.remote(num_cpus=0)(lambda blocks: _message(map(ray.get, blocks), name))
+        message = gather.remote(ordered_blocks(rows))
     else:
         table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([to_batch(rows)])
         message = ray.put(_message([table], name))
@@ -102,12 +103,8 @@ def _read(parts: _Parts, selection: Selection) -> Iterable[pa.Table]:
     return [pa.Table.from_batches(batches, selection.schema)]
 
 
-def _gather(blocks: list[Any], name: str) -> pa.Buffer:
-    """Pack blocks into one message of demonstrations; runs in a task."""
-    return _message(map(ray.get, blocks), name)
-
-
 def _message(tables: Iterable[pa.Table], name: str) -> pa.Buffer:
+    """Pack tables into one message of demonstrations."""
     field = f"demonstrations.{name}"
     conformed = [conform(table, field) for table in tables if len(table)]
     if not conformed:

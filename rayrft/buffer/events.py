@@ -338,5 +338,4 @@ def encode(event: Event) -> bytes:
 
 def decode(line: bytes) -> Event:
     """Decode an event from a line. Raises pydantic's ValidationError."""
-    event: Event = _adapter.validate_json(line)
-    return event
+    return _adapter.validate_json(line)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,12 +59,9 @@ class ExpertBlocks:
 
         def append() -> None:
             self._storage.cut(file, extent.nbytes)  # what a crash has left of an append
-            grown = self._storage.open(file, extent.nbytes)
-            try:
+            with closing(self._storage.open(file, extent.nbytes)) as grown:
                 grown.append(data)
                 grown.sync()
-            finally:
-                grown.close()
 
         await asyncio.to_thread(append)
         if file in self._names:

@@ -32,33 +32,23 @@ from rayrft.experience import SCHEMA, Experience, Task, from_batch
 _ATTEMPTS = 5
 
 
-@dataclass(frozen=True)
-class Reading:
-    """A log's state when it was read, and the uncommitted bytes in its files: from a crash, or of a live Buffer."""
-
-    state: State
-    torn_bytes: int
-
-
-def read_state(storage: Storage, sampler: SamplerConfig, seed: int, tasks: TaskSet | None = None) -> Reading:
-    """Read a log's journal with its run's ``sampler``, ``seed`` and initial ``tasks``, which get the run's statistics.
-
-    Raises StorageError if there is no log, it has another schema version, or its journal is damaged.
-    """
-    return StateReader(storage, sampler, seed, tasks).read()
-
-
 class StateReader:
-    """Reads a log's state again and again, each time only the events since; for the arguments see `read_state`."""
+    """Reads a log's state, with its run's ``sampler``, ``seed`` and initial ``tasks``, which get the run's statistics;
+    again and again, each time only the events since."""
 
     def __init__(self, storage: Storage, sampler: SamplerConfig, seed: int, tasks: TaskSet | None = None) -> None:
         self._storage, self._new = storage, partial(State, sampler, seed, tasks)
         self._state = self._new()
         self._position = Position()
         """End of the events that the state has."""
+        self.torn_bytes = 0
+        """Uncommitted bytes in the log's files when it was read: from a crash, or of a live Buffer."""
 
-    def read(self) -> Reading:
-        """Return the state as it is now, which the next call changes. Raises StorageError as `read_state`."""
+    def read(self) -> State:
+        """Return the state as it is now, which the next call changes.
+
+        Raises StorageError if there is no log, it has another schema version, or its journal is damaged.
+        """
         try:
             recovered, position = _read_journal(self._storage, self._position)
         except StorageError:  # the log of a new run may be in its place
@@ -76,7 +66,8 @@ class StateReader:
             raise StorageError(problem, remedy, field=str(self._storage.folder))
         committed = {number: extent.nbytes for number, extent in state.contents.extents.items()}
         torn = sum(max(0, size - committed.get(number, 0)) for number, size in segment_sizes(self._storage).items())
-        return Reading(state, recovered.torn_bytes + torn)
+        self.torn_bytes = recovered.torn_bytes + torn
+        return state
 
 
 def _read_journal(storage: Storage, after: Position) -> tuple[Recovery, Position]:
@@ -136,7 +127,7 @@ def log_folder(folder: Path, config: FolderConfig) -> Path:
 class Archive:
     """The contents of the log in ``folder`` at the latest `refresh`; nothing in it is changed or locked.
 
-    ``sampler`` and ``seed`` are those in the run's config. Raises StorageError as `read_state` does.
+    ``sampler`` and ``seed`` are those in the run's config. Raises StorageError as `StateReader.read` does.
     """
 
     def __init__(self, folder: Path, sampler: SamplerConfig, seed: int = 0) -> None:
@@ -153,8 +144,8 @@ class Archive:
         return cls(log_folder(folder, config), config.buffer.sampler, config.seed)
 
     def refresh(self) -> None:
-        """Read the events that were written meanwhile. Raises StorageError as `read_state` does."""
-        self._reading = self._reader.read()
+        """Read the events that were written meanwhile. Raises StorageError as `StateReader.read` does."""
+        self._state = self._reader.read()
 
     @property
     def stores(self) -> list[str]:
@@ -186,7 +177,7 @@ class Archive:
             step=state.training.step,
             stores={"usual": usual, **experts},
             late_feedback=contents.late_feedback_count,
-            torn_bytes=self._reading.torn_bytes,
+            torn_bytes=self._reader.torn_bytes,
         )
 
     def rows(
@@ -230,10 +221,6 @@ class Archive:
             batch = self._segment(self._state, int(self._state.groups.segment[slot]), np.array([slot]))
             return from_batch(batch)
         return [self.find(row_id).experience]
-
-    @property
-    def _state(self) -> State:
-        return self._reading.state
 
     def _usual(self, skip_damaged: bool, newest: int | None) -> Iterator[pa.RecordBatch]:
         """Iterate by segment; every group is read once, even if a live Buffer moves it meanwhile."""

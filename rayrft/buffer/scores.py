@@ -94,5 +94,4 @@ def _known(batch: pa.RecordBatch, starts: Ints, column: str) -> tuple[Ints, Floa
 def _means(where: Ints, values: NDArray[np.floating], size: int) -> Floats:
     """Compute the mean of the values by index ``where``, ``[size]``; 0 for an index without values."""
     counts = np.bincount(where, minlength=size)
-    means: Floats = np.bincount(where, values, size) / np.maximum(counts, 1)
-    return means
+    return np.bincount(where, values, size) / np.maximum(counts, 1)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
 from rayrft.config.seeds import generator
@@ -26,7 +25,7 @@ from rayrft.data.row_sources import open_source
 from rayrft.data.tables import ordered_blocks
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
-from rayrft.experience import SCHEMA, Experience, Task, dedup_key, to_batch
+from rayrft.experience import Experience, Task, dedup_key, to_batch
 
 if TYPE_CHECKING:
     import ray.data
@@ -146,10 +145,6 @@ def expert_row(
     )
 
 
-_NUMBER = "rayrft.number"
-_FINISHED, _BROKEN, _EXCLUDED = "finished", "broken", "excluded"
-
-
 def from_tasks(
     name: str, tasks: list[Task], config: DemonstrationsConfig, tokenizer: ChatTokenizer, seed: int
 ) -> list[Experience]:
@@ -231,20 +226,36 @@ def from_dataset(dataset: ray.data.Dataset, encoder: RowEncoder) -> tuple[ray.da
     The dataset is executed at once, as broken rows must raise before training. Its rows stay in the object store, in
     their order; this process gets the numbers and reasons of skipped ones. Raises DataError as :func:`from_source`.
     """
-    field = f"demonstrations.{encoder.name}"
-    numbered, total = _numbered(dataset, field)
-    encoded = numbered.map_batches(_encode, batch_format="pyarrow", fn_args=(encoder,)).materialize()
-    skipped = SkippedRows()
-    for row in encoded.map_batches(_skipped_rows, batch_format="pyarrow", batch_size=None).iter_rows():
-        reasons = skipped.broken if row["status"] == _BROKEN else skipped.excluded
-        reasons[_number(row["group_id"])] = row["error"]
-    kept = sorted(set(range(1, total + 1)) - skipped.broken.keys() - skipped.excluded.keys())[: encoder.form.size]
-    last = kept[-1] if len(kept) == encoder.form.size else total
-    for reasons in (skipped.broken, skipped.excluded):
-        for number in [each for each in reasons if each > last]:
-            del reasons[number]
+    import ray.data
+
+    field, tables = f"demonstrations.{encoder.name}", ordered_blocks(dataset)
+    count, encode = ray.remote(lambda table: len(table)), ray.remote(num_returns=2)(_encode)
+    lengths = ray.get([count.remote(table) for table in tables])
+    if not sum(lengths):
+        raise DataError("the dataset holds no rows", "give a dataset that is not empty", field=field)
+    # Ray Data does not number rows. By the first number of every block ids and reports name the same row in every run.
+    firsts = accumulate(lengths, initial=1)
+    encoded = [encode.remote(table, first, encoder) for table, first in zip(tables, firsts, strict=False)]
+    sizes, skipped = dict[int, int](), SkippedRows()
+    for of_block, reasons in ray.get([report for _, report in encoded]):
+        sizes |= of_block
+        skipped.excluded.update(reasons.excluded)
+        skipped.broken.update(reasons.broken)
+    kept = [*sizes][: encoder.form.size]
+    if len(kept) == encoder.form.size:
+        parts = skipped.excluded, skipped.broken
+        skipped = SkippedRows(*({at: why for at, why in part.items() if at <= kept[-1]} for part in parts))
     _check(len(kept), skipped, encoder.form, field, None)
-    return encoded.map_batches(_rows_until, batch_format="pyarrow", batch_size=None, fn_args=(last,)), skipped
+    made = ray.data.from_arrow_refs([rows for rows, _ in encoded])
+    made.context.execution_options.preserve_order = True
+    return made.limit(sum(sizes[number] for number in kept)), skipped
+
+
+def _encode(table: pa.Table, first: int, encoder: RowEncoder) -> tuple[pa.Table, tuple[dict[int, int], SkippedRows]]:
+    """Encode rows that are numbered from ``first`` on; also return how many experiences each gave, and the skipped."""
+    encoded, skipped = encoder.encode(enumerate(rows_of(table), start=first))
+    batch = to_batch([row for rows in encoded.values() for row in rows])
+    return pa.Table.from_batches([batch]), ({number: len(rows) for number, rows in encoded.items()}, skipped)
 
 
 def _check(kept: int, skipped: SkippedRows, form: RowFormat, config_key: str, value: str | None) -> None:
@@ -254,51 +265,3 @@ def _check(kept: int, skipped: SkippedRows, form: RowFormat, config_key: str, va
     if not kept:
         remedy = "check the reasons: they name what these rows lack"
         raise DataError(f"no usable row (left out: {dict(skipped.counts)})", remedy, field=config_key, value=value)
-
-
-def _numbered(dataset: ray.data.Dataset, config_key: str) -> tuple[ray.data.Dataset, int]:
-    """Add a column of row numbers from 1; also return the number of rows.
-
-    Ray Data does not number rows and emits blocks as they finish. So the order is preserved and every block gets the
-    number of its first row: ids and reports then name the same row in every run.
-    """
-    import ray.data
-
-    tables = ordered_blocks(dataset)
-    count = ray.remote(lambda table: len(table))
-    number = ray.remote(lambda table, numbers: table.append_column(_NUMBER, pa.array(numbers, pa.int64())))
-    lengths = ray.get([count.remote(table) for table in tables])
-    if not sum(lengths):
-        raise DataError("the dataset holds no rows", "give a dataset that is not empty", field=config_key)
-    firsts = accumulate(lengths, initial=1)
-    spans = (range(first, first + length) for first, length in zip(firsts, lengths, strict=False))
-    blocks = [number.remote(table, span) for table, span in zip(tables, spans, strict=True)]
-    numbered = ray.data.from_arrow_refs(blocks)
-    numbered.context.execution_options.preserve_order = True
-    return numbered, sum(lengths)
-
-
-def _encode(table: pa.Table, encoder: RowEncoder) -> pa.Table:
-    """Encode rows as experiences; a skipped row becomes an empty one whose status and error give the reason."""
-    numbers = table.column(_NUMBER).to_pylist()
-    encoded, skipped = encoder.encode(zip(numbers, rows_of(table.drop_columns([_NUMBER])), strict=True))
-    experiences = [row for rows in encoded.values() for row in rows]
-    for status, reasons in ((_BROKEN, skipped.broken), (_EXCLUDED, skipped.excluded)):
-        for number, reason in reasons.items():
-            group = f"{encoder.name}/{number}"
-            experiences.append(replace(expert_row(group, group, [], [], []), status=status, error=reason))
-    return pa.Table.from_batches([to_batch(experiences)])
-
-
-def _skipped_rows(table: pa.Table) -> pa.Table:
-    return table.filter(pc.not_equal(table.column("status"), _FINISHED)).select(["group_id", "status", "error"])
-
-
-def _rows_until(table: pa.Table, last: int) -> pa.Table:
-    """Return the experiences of rows up to number ``last``."""
-    early = pa.array([_number(group) <= last for group in table.column("group_id").to_pylist()], pa.bool_())
-    return table.filter(pc.and_(pc.equal(table.column("status"), _FINISHED), early)).cast(SCHEMA)
-
-
-def _number(group: str) -> int:
-    return int(group.rpartition("/")[2])

@@ -201,16 +201,14 @@ def insert_images(messages: list[dict[str, Any]], count: int) -> list[dict[str, 
     return converted
 
 
-def image_paths(values: Any, base: Path, keep: Path | None = None) -> tuple[str, ...]:
+def image_paths(values: list[Any], base: Path, keep: Path | None = None) -> tuple[str, ...]:
     """Return a row's images as absolute paths; relative ones are relative to the folder ``base``, or that of the file.
 
     Pictures of PIL, and bytes, also in the form of the hub's data sets (``{"bytes": …, "path": …}``), are kept in the
     folder ``keep``. Raises DataError if a value is not an image, the file does not exist, or ``keep`` is missing.
     """
-    if values is None:
-        return ()
     paths = []
-    for value in values if isinstance(values, list) else [values]:
+    for value in values:
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
         picture = isinstance(value, bytes) or hasattr(value, "convert")

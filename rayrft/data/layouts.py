@@ -155,9 +155,7 @@ DEMONSTRATIONS = (
     RowLayout("ShareGPT", {"messages": "conversations", **_SYSTEM}),
     RowLayout("chat messages", {"messages": "messages", **_SYSTEM}),
     RowLayout(
-        "TRL stepwise supervision",
-        {"prompt": "prompt", "steps": "completions", "step_labels": "labels"},
-        plain=True,
+        "TRL stepwise supervision", {"prompt": "prompt", "steps": "completions", "step_labels": "labels"}, plain=True
     ),
     RowLayout("TRL unpaired preference", _COMPLETION, plain=True, also=("label",)),
     RowLayout("TRL prompt-completion", _COMPLETION, plain=True),

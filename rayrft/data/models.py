@@ -50,8 +50,7 @@ def has_weights(model: str) -> bool:
 
 def vocabulary_of(model: str) -> int:
     """Return the vocabulary size of the model's head."""
-    size: int = transformers.AutoConfig.from_pretrained(model).get_text_config().vocab_size
-    return size
+    return transformers.AutoConfig.from_pretrained(model).get_text_config().vocab_size
 
 
 def attention_cost(model: str) -> float:

@@ -154,8 +154,6 @@ def _draw(rng: np.random.Generator) -> tuple[str, np.ndarray]:
 
 task_sources.register("gymnasium")(read_gymnasium)
 task_sources.register("verifiers")(read_verifiers)
-
-
 task_sources.register("file")(file_rows)
 task_sources.register("datasets")(split_rows)
 task_sources.register("ray")(ray_rows)

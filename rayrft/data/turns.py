@@ -51,8 +51,7 @@ def reward_components(rows: list[Experience], names: tuple[str, ...]) -> dict[st
         lacking = [name for name in names if not math.isfinite(row.reward_components.get(name, math.nan))]
         if lacking or not names:
             problem = f"the reward of row {row.experience_id!r} has no {', '.join(lacking) or 'components'}"
-            remedy = "return all components for each answer from the reward, or change "
-            remedy += "algorithm.reward_components"
+            remedy = "return all components for each answer from the reward, or change algorithm.reward_components"
             raise DataError(problem, remedy, field="reward_components", value=row.reward_components)
     return {name: torch.tensor([row.reward_components[name] for row in rows], dtype=torch.float64) for name in names}
 

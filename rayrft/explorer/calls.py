@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from rayrft.experience import Experience
-from rayrft.explorer.engines.exchange import INTERRUPTED, Completion, Request, Sampling, Session
+from rayrft.explorer.engines.exchange import INTERRUPTED, UNBEGUN, Completion, Request, Sampling, Session
 from rayrft.explorer.trajectory import Generate, action_columns
 from rayrft.runtime.waits import settle
 
@@ -37,9 +37,6 @@ class Parking:
     begun: Sequence[Experience] = ()
 
 
-_UNBEGUN = Completion((), (), (), INTERRUPTED)
-
-
 class _Call(NamedTuple):
     """A call of the model, and what was sampled for it: it is not finished while the stop reason is `INTERRUPTED`."""
 
@@ -47,24 +44,11 @@ class _Call(NamedTuple):
     images: tuple[str, ...] = ()
     schema: str = ""
     """The JSON schema of the answer. Such an answer cannot be continued: if it is interrupted, it is sampled again."""
-    answer: Completion = _UNBEGUN
+    answer: Completion = UNBEGUN
 
     @property
     def finished(self) -> bool:
         return self.answer.stop_reason != INTERRUPTED
-
-    def extended(self, by: Completion) -> _Call:
-        begun, start = self.answer, len(self.answer.token_ids)
-        if start:
-            spans = [*begun.versions]
-            for first, last, version in by.versions:
-                if spans and spans[-1][2] == version:
-                    spans[-1] = (spans[-1][0], start + last, version)
-                else:
-                    spans.append((start + first, start + last, version))
-            tokens, logprobs = begun.token_ids + by.token_ids, begun.logprobs + by.logprobs
-            by = Completion(tokens, logprobs, tuple(spans), by.stop_reason)
-        return self._replace(answer=by)
 
     def to_experience(self, experience_id: str, group_id: str, task_id: str) -> Experience:
         token_ids = [*self.prompt, *self.answer.token_ids]
@@ -94,10 +78,11 @@ class _Call(NamedTuple):
 
 
 @dataclass
-class _Attempt:
+class AttemptCalls:
     """The calls of one repeat, by their number from 1."""
 
     on_park: Callable[[], object] = lambda: None
+    """Called when the attempt is parked: none of its open calls will be answered."""
     session: Session = field(default_factory=Session)
     recorded: dict[int, _Call] = field(default_factory=dict)
     """Those of before that were not made again yet."""
@@ -118,6 +103,22 @@ class _Attempt:
             self.parked = True
             self.on_park()
 
+    def answered(self, prompt: list[int], answer: Completion) -> bool:
+        """Return whether the model answered this to the prompt, perhaps at more length."""
+        end = len(answer.token_ids)
+        for call in self.made.values():
+            if call.prompt == prompt:
+                made = call.answer
+                if made is answer or (made.token_ids[:end], made.logprobs[:end]) == (answer.token_ids, answer.logprobs):
+                    return True
+        return False
+
+    def end(self) -> None:
+        """Cancel the tasks that still wait for an answer: the attempt has ended, and nobody will train it."""
+        self.ended = True
+        for task in self.open:
+            task.cancel()
+
 
 class GroupCalls:
     """Calls of the n repeats of a group.
@@ -131,10 +132,10 @@ class GroupCalls:
         self._n = n
         self._sampling = sampling
         self._budget = parking.budget if parking else None
-        self._attempts = [_Attempt() for _ in range(n)]
+        self.attempts = [AttemptCalls() for _ in range(n)]
         for row in parking.begun if parking else ():
             repeat, number = map(int, row.experience_id.removeprefix(row.group_id).strip("/").split("/"))
-            self._attempts[repeat].recorded[number] = _Call.of(row)
+            self.attempts[repeat].recorded[number] = _Call.of(row)
         self._interrupting = False
         self._waiting: dict[int, tuple[_Call, int, asyncio.Future[Completion]]] = {}
         self._in_flight: dict[asyncio.Task[None], list[asyncio.Future[Completion]]] = {}
@@ -143,50 +144,22 @@ class GroupCalls:
     @property
     def parked(self) -> bool:
         """Whether an attempt is parked."""
-        return any(attempt.parked for attempt in self._attempts)
-
-    def is_parked(self, repeat: int) -> bool:
-        return self._attempts[repeat].parked
-
-    def session(self, repeat: int) -> Session:
-        """Return the session of the attempt's requests."""
-        return self._attempts[repeat].session
-
-    def on_park(self, repeat: int, call: Callable[[], object]) -> None:
-        """Set what is called when the attempt is parked: none of its open calls will be answered."""
-        self._attempts[repeat].on_park = call
+        return any(attempt.parked for attempt in self.attempts)
 
     def park(self) -> None:
         """Park all attempts, with the tokens that they have."""
         self._interrupting = True
-        for attempt in self._attempts:
+        for attempt in self.attempts:
             attempt.session.interrupt()
 
     def to_rows(self, group_id: str, task_id: str) -> list[Experience]:
         """Return the calls with sampled tokens, as rows."""
         return [
             call.to_experience(f"{group_id}/{repeat}/{number}", group_id, task_id)
-            for repeat, attempt in enumerate(self._attempts)
+            for repeat, attempt in enumerate(self.attempts)
             for number, call in sorted({**attempt.recorded, **attempt.made}.items())
             if call.answer.token_ids
         ]
-
-    def answered(self, repeat: int, prompt: list[int], answer: Completion) -> bool:
-        """Return whether the model answered this to the prompt in that attempt, perhaps at more length."""
-        end = len(answer.token_ids)
-        for call in self._attempts[repeat].made.values():
-            if call.prompt == prompt:
-                made = call.answer
-                if made is answer or (made.token_ids[:end], made.logprobs[:end]) == (answer.token_ids, answer.logprobs):
-                    return True
-        return False
-
-    def end(self, repeat: int) -> None:
-        """Cancel the tasks of an attempt that has ended which wait for an answer still: nobody will train it."""
-        attempt = self._attempts[repeat]
-        attempt.ended = True
-        for task in attempt.open:
-            task.cancel()
 
     def cancel(self) -> None:
         """Abort what is in flight."""
@@ -195,7 +168,7 @@ class GroupCalls:
 
     def of(self, repeat: int) -> Generate:
         """Return the `Generate` function of one repeat."""
-        attempt = self._attempts[repeat]
+        attempt = self.attempts[repeat]
 
         async def generate(prompt: list[int], max_tokens: int, images: tuple[str, ...], schema: str = "") -> Completion:
             if attempt.ended:
@@ -203,7 +176,7 @@ class GroupCalls:
             number = len(attempt.made) + 1
             call = _Call(prompt, images, schema)
             if recorded := attempt.recorded.pop(number, None):
-                if recorded._replace(answer=_UNBEGUN) == call:
+                if recorded._replace(answer=UNBEGUN) == call:
                     call = recorded
                 else:
                     log.warning(
@@ -227,7 +200,7 @@ class GroupCalls:
 
         return generate
 
-    async def _finish(self, attempt: _Attempt, repeat: int, number: int, call: _Call, max_tokens: int) -> _Call:
+    async def _finish(self, attempt: AttemptCalls, repeat: int, number: int, call: _Call, max_tokens: int) -> _Call:
         """Return the call when it is finished. It never returns once the attempt is to be parked."""
         room = max_tokens - len(call.answer.token_ids)
         budget = None if attempt.diverged or call.schema else self._budget
@@ -242,7 +215,7 @@ class GroupCalls:
             if completion.stop_reason == "length" and left < room:  # cut by the budget
                 completion = replace(completion, stop_reason=INTERRUPTED)
             if not call.schema or completion.stop_reason != INTERRUPTED:
-                attempt.made[number] = call = call.extended(completion)
+                attempt.made[number] = call = call._replace(answer=call.answer.continued(completion))
             if call.finished:
                 return call
         attempt.suspended += 1
@@ -283,7 +256,7 @@ class GroupCalls:
         for group in [waiting] if merged else [[each] for each in waiting]:
             repeat, call, max_tokens, _ = group[0]
             request = self._request(call, len(group), max_tokens, number=1, repeat=repeat)
-            sessions = [self._attempts[each[0]].session for each in group]
+            sessions = [self.attempts[each[0]].session for each in group]
             answers = [each[-1] for each in group]
             task = asyncio.create_task(self._answer(answers, request, sessions))
             self._in_flight[task] = answers  # the event loop keeps only weak references
@@ -292,14 +265,13 @@ class GroupCalls:
     async def _answer(
         self, answers: list[asyncio.Future[Completion]], request: Request, sessions: list[Session]
     ) -> None:
+        outcomes: Sequence[Completion | Exception]
         try:
-            completions = await self._engines.generate(request, sessions)
+            outcomes = await self._engines.generate(request, sessions)
         except Exception as error:  # raised in the repeats that wait for the answers
-            for answer in answers:
-                settle(answer, error)
-        else:
-            for answer, completion in zip(answers, completions, strict=True):
-                settle(answer, completion)
+            outcomes = [error] * len(answers)
+        for answer, outcome in zip(answers, outcomes, strict=True):
+            settle(answer, outcome)
 
 
 def derive_seed(seed: int, name: str) -> int:

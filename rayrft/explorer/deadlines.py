@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rayrft.explorer.engines.exchange import Session
 
@@ -25,20 +25,34 @@ class GroupDeadline:
         self._running = set[_Deadline]()
         self._timer: asyncio.Handle | None = None
         self._due = math.inf
-        self.attempts = set[_AttemptDeadline]()
+        self.attempts = set[_Deadline]()
         self.whole = None if seconds is None else _Deadline(self, seconds, self._end)
 
     @property
     def expired(self) -> bool:
         return self.whole is not None and self.whole.expired
 
-    def attempt(self, seconds: float, session: Session) -> AbstractContextManager[None]:
+    @contextmanager
+    def attempt(self, seconds: float, session: Session) -> Iterator[None]:
         """Cancel the current task, and raise Expired, when it has run for so many seconds, or the group for its own."""
+        if self.expired:
+            raise Expired
         task = asyncio.current_task()
         assert task is not None  # a coroutine is running
-        deadline = _AttemptDeadline(self, seconds, task)
+        deadline = _Deadline(self, seconds, task.cancel, self.whole)
         session.on_queue, session.on_dequeue = deadline.stop, deadline.start
-        return deadline
+        self.attempts.add(deadline)
+        deadline.start()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not deadline.expired:
+                raise
+            task.uncancel()
+            raise Expired from None
+        finally:
+            deadline.stop()
+            self.attempts.discard(deadline)
 
     def close(self) -> None:
         """Guard nothing any more."""
@@ -112,24 +126,3 @@ class _Deadline:
         if not self.expired:
             self.expired = True
             self._expire()
-
-
-class _AttemptDeadline(_Deadline, AbstractContextManager[None]):
-    """The deadline of an attempt, inside which that of its group runs, too."""
-
-    def __init__(self, group: GroupDeadline, seconds: float, task: asyncio.Task[object]) -> None:
-        super().__init__(group, seconds, task.cancel, group.whole)
-        self._task = task
-
-    def __enter__(self) -> None:
-        if self._group.expired:
-            raise Expired
-        self._group.attempts.add(self)
-        self.start()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.stop()
-        self._group.attempts.discard(self)
-        if self.expired and kind is not None and issubclass(kind, asyncio.CancelledError):
-            self._task.uncancel()
-            raise Expired from None

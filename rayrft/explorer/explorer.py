@@ -88,7 +88,7 @@ class Explorer(TaskActor):
         super().__init__(
             config, loaded, engine_pool, scoring, auxiliary or {}, Waits(name, Trace(config.trace_folder, name)), share
         )
-        self._buffer = TrackedHandle(buffer, self._waits, endless=[Buffer.admit, Buffer.closed, Buffer.leased])
+        self._buffer = TrackedHandle(buffer, self._waits, endless=[Buffer.admit, Buffer.leased])
         self._feed = feed
         self._tasks = {task.id: task for task in tasks}
         self._calls = 0
@@ -96,8 +96,6 @@ class Explorer(TaskActor):
         self._unstored = UnstoredAnswers(config.trace_folder, name)
         self._stage: StageConfig | None = None
         """The stage that is explored."""
-        self._scoring: asyncio.Future[None] | None = None
-        """The start of the rewards, if a stage trains them."""
         self.flow = GroupFlow(
             config,
             self._runner,
@@ -114,8 +112,7 @@ class Explorer(TaskActor):
     async def start(self) -> None:
         """Start what verifies, and what scores unless a stage trains it first: then it starts when it is needed."""
         if not self._config.reward.stages:
-            with self._waits.on("rewards", "ready"):
-                await self._rewards.open()
+            await self._open_rewards()
         if self.flow.pipeline is not None:
             with self._waits.on("operators", "ready"):
                 await self.flow.pipeline.operators.open()
@@ -131,16 +128,16 @@ class Explorer(TaskActor):
         Raises RayrftError if too many consecutive groups fail.
         """
         self._stage = stage
-        await self._trained_rewards()
+        if self._config.reward.stages:
+            await self._open_rewards()
         try:
             async with asyncio.TaskGroup() as groups:
-                if not self._feed:
-                    groups.create_task(self._end_surplus(stage))
+                surplus = None if self._feed else groups.create_task(self._end_surplus(stage))
                 while tickets := await self._admit(stage, producer):
                     for ticket in tickets:
                         groups.create_task(self.flow.run(self._stage, self._stage.algorithm.build(), ticket))
-                if not self._feed:  # after the last ticket the running groups finish, until the stage is closed
-                    await self._buffer.call(Buffer.closed)
+                if surplus is not None:  # after the last ticket the running groups finish, until the stage is closed
+                    await surplus
                     raise _Closed
         except BaseExceptionGroup as failed:
             if not any(isinstance(each, _Closed) for each in failed.exceptions):
@@ -159,7 +156,8 @@ class Explorer(TaskActor):
         engines = self._evaluating if beside else self._engines
         assert engines is not None  # there are such engines
         evaluator = self._evaluator_on(engines, self._config.evaluation.max_tokens)
-        await self._trained_rewards()
+        if self._config.reward.stages:
+            await self._open_rewards()
         samples = samples if temperature else 1
         groups = [group async for group in evaluator.each(self._held_out, samples, temperature)]
         attempts = [*chain.from_iterable(groups)]
@@ -180,14 +178,11 @@ class Explorer(TaskActor):
         """Report what groups and evaluation wait for, and for how long."""
         return self._waits.report()
 
-    async def _trained_rewards(self) -> None:
-        """Start what scores, once, if a stage has trained it. Raises ConfigError where a reward cannot be built."""
-        if not self._config.reward.stages:
-            return
-        if self._scoring is None:
-            self._scoring = asyncio.ensure_future(self._rewards.open())
+    @once
+    async def _open_rewards(self) -> None:
+        """Start what scores. Raises ConfigError where a reward cannot be built."""
         with self._waits.on("rewards", "ready"):
-            await self._scoring
+            await self._rewards.open()
 
     def _admit(self, stage: StageConfig, producer: str) -> Awaitable[list[Ticket]]:
         self._calls += 1

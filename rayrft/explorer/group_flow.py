@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,38 +35,29 @@ _REMEMBERED = 10_000
 """Number of the latest groups of which failures are remembered."""
 
 
+@dataclass(eq=False)
 class GroupFlow:
     """Uses or returns every ticket that it is given. Groups run concurrently."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        runner: Runner,
-        buffer: TrackedHandle[Buffer],
-        tasks: MutableMapping[str, Task],
-        waits: Waits,
-        unstored: UnstoredAnswers,
-        *,
-        pipeline: ExperiencePipeline | None = None,
-        limits_tries: bool = True,
-    ) -> None:
-        """``tasks``, by id, grows with the Buffer's task set. ``limits_tries``: `RayrftError` is raised after
-        ``explorer.max_tries`` consecutive groups of which no row was kept."""
-        self.config = config
-        self._runner = runner
-        self._buffer = buffer
-        self.writer = BufferWriter(buffer)
-        self.tasks = tasks
+    config: RunConfig
+    runner: Runner
+    buffer: TrackedHandle[Buffer]
+    tasks: MutableMapping[str, Task]
+    """By id; they grow with the Buffer's task set."""
+    waits: Waits
+    unstored: UnstoredAnswers
+    pipeline: ExperiencePipeline | None = None
+    limits_tries: bool = True
+    """Whether `RayrftError` is raised after ``explorer.max_tries`` consecutive groups of which no row was kept."""
+
+    def __post_init__(self) -> None:
+        self.writer = BufferWriter(self.buffer)
+        self.verifying = BusyClock()
         self._added = 0
         """Number of tasks that were added to the task set and are known here."""
-        self._waits = waits
-        self._unstored = unstored
-        self.pipeline = pipeline
-        self._limits_tries = limits_tries
-        self.verifying = BusyClock()
         self._rolling: dict[int, dict[Ticket, asyncio.Future[list[Rollout]]]] = {}
         """By the deadlines of the tickets: thousands are in flight."""
-        self._partial = config.explorer.partial
+        self._partial = self.config.explorer.partial
         self._started = 0
         self.failed = set[int]()
         """Numbers of the latest groups that failed, in the order in which groups were started."""
@@ -95,7 +87,7 @@ class GroupFlow:
         if not rollout.rows:
             # Without a failure it was parked before a token was sampled.
             reason = max(rollout.failed, key=rollout.failed.__getitem__, default="surplus")
-            await self._buffer.call(Buffer.fail, ticket, reason)
+            await self.buffer.call(Buffer.fail, ticket, reason)
             return self._count_failure(number, rollout.problem) if rollout.problem else None
         max_tokens = self.config.explorer.sampling.max_tokens
         score = partial(scoring.apply_rewards, config=self.config.reward, max_tokens=max_tokens, step=ticket.deadline)
@@ -110,15 +102,15 @@ class GroupFlow:
             try:
                 await self.writer.put(group.rows, group.report, ticket=ticket, dropped=dict(group.dropped))
             except DataError as error:  # of what the workflow has put into the rows
-                await self._buffer.call(Buffer.fail, ticket, "workflow_error")
+                await self.buffer.call(Buffer.fail, ticket, "workflow_error")
                 workflow = task.workflow or self.config.explorer.workflow
                 return self._count_failure(number, f"workflow {workflow!r} on task {task.id}: {root_cause(error)}")
         else:
-            await self._buffer.call(Buffer.drop, ticket, dict(group.dropped), group.report)
-            await self._unstored.add_dropped(task, answers, group.dropped)
+            await self.buffer.call(Buffer.drop, ticket, dict(group.dropped), group.report)
+            await self.unstored.add_dropped(task, answers, group.dropped)
         parts = {"rollout": rolled_s, "reward": rollout.scored_s}
         parts |= {"operators": verified_s - sum(parts.values()), "store": time.perf_counter() - began - verified_s}
-        self._waits.trace.add("groups", name if group.rows else f"{name} dropped", began, parts)
+        self.waits.trace.add("groups", name if group.rows else f"{name} dropped", began, parts)
         if group.unknown and not group.rewards:
             self._count_failure(number, f"the reward is unknown: {group.unknown}")
         elif group.problem and not verified.rows:
@@ -133,7 +125,7 @@ class GroupFlow:
                 if self._partial is None:
                     due.pop(ticket).cancel()
                 else:
-                    self._runner.park(group_id(self.config, stage, ticket))
+                    self.runner.park(group_id(self.config, stage, ticket))
 
     async def _roll_out(
         self, stage: StageConfig, algorithm: Algorithm, ticket: Ticket, task: Task
@@ -143,10 +135,10 @@ class GroupFlow:
         name, parking = group_id(self.config, stage, ticket), await self._parking(ticket)
         temperature = self.config.explorer.sampling.temperature
         workflow = task.workflow or self.config.explorer.workflow
-        with self._waits.on(f"workflow {workflow!r}", name, internal=True, name="groups"):
-            rolling = [self._runner.run(task, name, stage.group_size, temperature, parking)]
+        with self.waits.on(f"workflow {workflow!r}", name, internal=True, name="groups"):
+            rolling = [self.runner.run(task, name, stage.group_size, temperature, parking)]
             if "greedy_baseline" in algorithm.needs:
-                rolling.append(self._runner.run(task, name, 1, 0.0))
+                rolling.append(self.runner.run(task, name, 1, 0.0))
             due = self._rolling.setdefault(ticket.deadline, {})
             due[ticket] = asyncio.gather(*rolling)
             try:
@@ -157,7 +149,7 @@ class GroupFlow:
                 if current.cancelling():  # the caller was cancelled, not just the rollout
                     raise
                 # A group that ends cancelled by itself must not keep its ticket: the step would wait for it.
-                await self._buffer.call(Buffer.fail, ticket, "workflow_error" if ticket in due else "surplus")
+                await self.buffer.call(Buffer.fail, ticket, "workflow_error" if ticket in due else "surplus")
                 return None
             finally:
                 due.pop(ticket, None)
@@ -167,12 +159,12 @@ class GroupFlow:
         Buffer when this returns, so that they are not lost with the group."""
         if self.pipeline is None or not group.rows:
             return group
-        with self._waits.on("operators", name, name="groups"), self.verifying:
+        with self.waits.on("operators", name, name="groups"), self.verifying:
             verified = await self.pipeline.process(task, group.rows)
         if verified.made is not None:
             made = self.config.pipelines.made
             assert made is not None  # checked before the operators were started
-            await self._buffer.call(Buffer.extend, made, [pack(verified.made)])
+            await self.buffer.call(Buffer.extend, made, [pack(verified.made)])
         return scoring.with_verified(group, verified)
 
     def _filter(self, group: ScoredGroup, algorithm: Algorithm, ticket: Ticket) -> ScoredGroup:
@@ -189,7 +181,7 @@ class GroupFlow:
         assert ticket.task is not None  # the Buffer was given the tasks
         if ticket.task not in self.tasks:
             known = self._added
-            added = await self._buffer.call(Buffer.added_tasks, known)
+            added = await self.buffer.call(Buffer.added_tasks, known)
             self._added = max(self._added, known + len(added))  # another group may have asked for the same meanwhile
             self.tasks.update({task.id: task for task in added})
         return self.tasks[ticket.task]
@@ -199,15 +191,15 @@ class GroupFlow:
         if self._partial is None:
             return None
         begun: list[Experience] = []
-        for ref, rows in await self._buffer.call(Buffer.parked, ticket) if ticket.resumes else ():
-            with self._waits.on("object store", f"parked calls of ticket {ticket.sequence}"):
+        for ref, rows in await self.buffer.call(Buffer.parked, ticket) if ticket.resumes else ():
+            with self.waits.on("object store", f"parked calls of ticket {ticket.sequence}"):
                 begun += from_batch(unpack(await ref).take(pa.array(rows)))
         return Parking(self._partial.budget, begun)
 
     def _count_empty(self, group: ScoredGroup) -> None:
         """Raise RayrftError if no row was kept of too many consecutive groups."""
         self._empty = 0 if group.rows else self._empty + bool(group.dropped)
-        if self._empty >= self.config.explorer.max_tries and self._limits_tries:
+        if self._empty >= self.config.explorer.max_tries and self.limits_tries:
             reasons = ", ".join(f"{count} {reason}" for reason, count in group.dropped.most_common())
             problem = (
                 f"no row was kept of {self._empty} consecutive groups, so nothing is learned; dropped last: {reasons}"

@@ -42,8 +42,10 @@ async def replay(row: Experience, task: Task, config: RunConfig) -> Replay:
             if not actions:
                 raise DataError("has no actions", "give one of an episode", field="row", value=row.experience_id)
             differences, steps = list[str](), list[Step]()
-            for number in actions:
-                differences += _compare(turns, expected, number)
+            for start, number in zip([0, *(action + 1 for action in actions)], actions, strict=False):
+                if turns[start:number] != expected[start:]:
+                    shown = f"{expected[start:]!r}, not {turns[start:number]!r}"
+                    differences.append(f"messages {start} to {number - 1}: {shown}")
                 if steps and steps[-1].done:
                     differences.append(f"message {number}: the episode had ended")
                     break
@@ -52,14 +54,6 @@ async def replay(row: Experience, task: Task, config: RunConfig) -> Replay:
     finally:
         await environments.close()
     return Replay(tuple(steps), (*differences, *_compare_rewards(row, steps)))
-
-
-def _compare(turns: list[dict[str, str]], expected: list[dict[str, str]], end: int) -> list[str]:
-    """Compare the observation before an action, from the action before it on."""
-    start = max((number + 1 for number in range(end) if turns[number]["role"] == "assistant"), default=0)
-    if turns[start:end] == expected[start:]:
-        return []
-    return [f"messages {start} to {end - 1}: {expected[start:]!r}, not {turns[start:end]!r}"]
 
 
 def _compare_rewards(row: Experience, steps: list[Step]) -> list[str]:

@@ -150,19 +150,28 @@ class Runner:
         ``name`` is the group's id, from which ids of rows and seeds of requests are derived. With ``parking`` it may
         end unfinished. An error in a workflow fails that repeat only. Raises ActorDied if an engine has died.
         """
-        seed = derive_seed(self._config.seed, name) if self._config.seeds_requests else None
-        sampling = self._config.explorer.sampling
+        seed, sampling = self._seed(name), self._config.explorer.sampling
         common = Sampling(temperature, sampling.max_tokens, self._tokenizer.stop_ids, seed, sampling.repetition)
         calls = GroupCalls(self._engines, n, common, parking)
         group = GroupDeadline(self._config.explorer.group_deadline_s)
         inline, create_task = self._scores_inline(task), asyncio.get_running_loop().create_task
         ended = list[float]()
-        attempts = [create_task(self._scored(task, repeat, calls, group, name, inline, ended)) for repeat in range(n)]
+
+        async def scored(repeat: int) -> list[_BuiltRow] | _Failure:
+            """Make an attempt and, unless rewards are ``inline``, score its rows while other attempts run."""
+            with self.rolling:
+                made = await self._attempt(task, repeat, calls, group, name)
+            ended.append(time.perf_counter())
+            if not inline and not isinstance(made, _Failure):
+                await self._score_rows(task, made)
+            return made
+
+        attempts = [create_task(scored(repeat)) for repeat in range(n)]
         made, failed, problem = list[_BuiltRow](), Counter[str](), None
         if parking is not None:
             self._parkable[name] = calls
             for repeat, attempt in enumerate(attempts):
-                calls.on_park(repeat, attempt.cancel)
+                calls.attempts[repeat].on_park = attempt.cancel
         try:
             outcomes = await asyncio.gather(*attempts)
         finally:
@@ -192,25 +201,6 @@ class Runner:
         if name in self._parkable:
             self._parkable[name].park()
 
-    async def _scored(
-        self,
-        task: Task,
-        repeat: int,
-        calls: GroupCalls,
-        group: GroupDeadline,
-        name: str,
-        inline: bool,
-        ended: list[float],
-    ) -> list[_BuiltRow] | _Failure:
-        """Make an attempt, whose end is added to ``ended``, and, unless rewards are ``inline``, score its rows while
-        other attempts run."""
-        with self.rolling:
-            made = await self._attempt(task, repeat, calls, group, name)
-        ended.append(time.perf_counter())
-        if not inline and not isinstance(made, _Failure):
-            await self._score_rows(task, made)
-        return made
-
     async def _attempt(
         self, task: Task, repeat: int, calls: GroupCalls, group: GroupDeadline, name: str
     ) -> list[_BuiltRow] | _Failure:
@@ -218,7 +208,7 @@ class Runner:
         seconds = self._config.explorer.deadline_s
         try:
             try:
-                deadline = group.attempt(seconds, calls.session(repeat))
+                deadline = group.attempt(seconds, calls.attempts[repeat].session)
                 if self._shared.environments is None:
                     with deadline:
                         made = await self.workflow(workflow).run(task, model, None)
@@ -241,7 +231,7 @@ class Runner:
             limit = "explorer.group_deadline_s" if group.expired else f"explorer.deadline_s, {seconds:g} s"
             return self._failure(workflow, task, "timeout", f"not finished within {limit}", "")
         except asyncio.CancelledError as error:
-            if calls.is_parked(repeat):
+            if calls.attempts[repeat].parked:
                 return []
             current = asyncio.current_task()
             assert current is not None  # a coroutine is running
@@ -255,7 +245,7 @@ class Runner:
             problem = f"{type(error).__name__}: {error}"
             return self._failure(workflow, task, "workflow_error", problem, traceback.format_exc())
         finally:
-            calls.end(repeat)
+            calls.attempts[repeat].end()
             model.started.clear()  # model and trajectories would keep each other until garbage is collected
 
     def _failure(self, workflow: str, task: Task, reason: str, problem: str, trace: str) -> _Failure:
@@ -287,12 +277,7 @@ class Runner:
     def _model(self, repeat: int, calls: GroupCalls, name: str) -> Model:
         """``name`` is the group's id."""
         sampling = self._config.explorer.sampling
-        auxiliary = self._auxiliary and {
-            of: each.with_seed(
-                derive_seed(self._config.seed, f"{name}/{repeat}/{of}") if self._config.seeds_requests else None
-            )
-            for of, each in self._auxiliary.items()
-        }
+        auxiliary = {of: each.with_seed(self._seed(f"{name}/{repeat}/{of}")) for of, each in self._auxiliary.items()}
         return Model(
             calls.of(repeat),
             self._score_one,
@@ -303,8 +288,11 @@ class Runner:
             images=self._images,
             repeat=repeat,
             auxiliary=auxiliary,
-            session=calls.session(repeat),
+            session=calls.attempts[repeat].session,
         )
+
+    def _seed(self, name: str) -> int | None:
+        return derive_seed(self._config.seed, name) if self._config.seeds_requests else None
 
     def workflow(self, name: str) -> Workflow:
         """Return the workflow of that name, built once."""
@@ -332,7 +320,7 @@ def _rows(
             raise ValueError("the trajectory has no answer of the model: await act() first")
         if trajectory not in model.started or trajectories.count(trajectory) > 1:
             raise ValueError("a workflow must return trajectories of this attempt, each once")
-        if not all(calls.answered(model.repeat, *prompted) for prompted in trajectory.prompted()):
+        if not all(calls.attempts[model.repeat].answered(*prompted) for prompted in trajectory.prompted()):
             raise ValueError("the trajectory has tokens that were not sampled for it, or with other log-probs")
     first = f"{name}/{model.repeat}"
     ids = [first] if len(trajectories) == 1 else [f"{first}/{k}" for k in range(len(trajectories))]

@@ -61,9 +61,8 @@ class UnstoredAnswers:
                 number += 1
                 for before in files[:-1]:
                     before.unlink(missing_ok=True)
-            with (self._answers / f"{self._explorer}.{number:06}.jsonl").open(
-                "ab", buffering=0
-            ) as file:  # one write, which no other thread's interrupts
+            path = self._answers / f"{self._explorer}.{number:06}.jsonl"
+            with path.open("ab", buffering=0) as file:  # one write, which no other thread's interrupts
                 file.write(lines)
         except OSError as error:  # a full disk must not end a run that has room for its rows
             log.warning("no answers of dropped groups and evaluations are written from now on: %s", error)

@@ -234,7 +234,7 @@ class RowIndex:
             unstored = [[path.name, path.stat().st_size] for path in self._answers]
             seen = [*map(list, storage.files().items()), *unstored]
             if seen != self._read_about().get("files"):
-                self._extend(storage, reader.read().state, seen)
+                self._extend(storage, reader.read(), seen)
             self.problem = ""
         except RayrftError as error:
             self.problem = str(error)

@@ -42,7 +42,7 @@ _WARM_UP, _SETTLE_S = 2, 8.0
 """Steps before the measured ones; seconds until all answers have come of requests that a step has let in."""
 _SMALL = {"cpus": 0.001, "memory_gib": 1 / 1024}
 
-EXPLORER_CALLS = {"exchange", "capacity", "admit", "leased", "closed", "put", "drop", "fail", "added_tasks"}
+EXPLORER_CALLS = {"exchange", "capacity", "admit", "leased", "put", "drop", "fail", "added_tasks"}
 RANK_CALLS = {name for name in vars(Mailbox) if not name.startswith("_")}
 CONTROL = {"master": "Master", "explorer": "Explorer", "buffer": "Buffer", "trainer": "Trainer actor"}
 CONTROL |= {"engine_pool": "engine pool"}

@@ -15,7 +15,7 @@ from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.log.journal import EventJournal
 from rayrft.buffer.log.segments import read_log_rows, segment_name
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.reader import ARCHIVE_SCHEMA, Archive, StateReader, read_state
+from rayrft.buffer.reader import ARCHIVE_SCHEMA, Archive, StateReader
 from rayrft.buffer.state import State
 from rayrft.buffer.transitions import apply
 from rayrft.config import dump_config, load_config
@@ -264,11 +264,11 @@ def test_a_journal_that_is_replaced_while_it_is_read_is_read_again_and_if_it_alw
     writer = Writer(tmp_path)
     for before in range(1, 6):
         reader = Interrupted(tmp_path, before, writer.compact)
-        reading = read_state(reader, SamplerConfig(), 0)
-        assert (reading.state.training.version, reading.state.meta.run) == (writer.version, "run")
+        state = StateReader(reader, SamplerConfig(), 0).read()
+        assert (state.training.version, state.meta.run) == (writer.version, "run")
         assert reader.interruptions == 1
     with pytest.raises(StorageError, match="each of the 5 times"):
-        read_state(Interrupted(tmp_path, 1, writer.compact, times=100), SamplerConfig(), 0)
+        StateReader(Interrupted(tmp_path, 1, writer.compact, times=100), SamplerConfig(), 0).read()
 
 
 def test_groups_are_read_once_wherever_they_are_moved(opened: Callable[..., LocalBuffer]) -> None:
@@ -308,9 +308,9 @@ def test_a_log_is_read_from_where_it_was_read_to(tmp_path: Path, monkeypatch: py
     def read() -> int:
         """Compare with a reader that begins at the start; return how many events were read before that."""
         decoded.clear()
-        found = reader.read().state
+        found = reader.read()
         events = len(decoded)
-        fresh = read_state(storage, SamplerConfig(), 0).state
+        fresh = StateReader(storage, SamplerConfig(), 0).read()
         assert found.to_snapshot().equals(fresh.to_snapshot()), "the state is the same"
         return events
 
@@ -349,7 +349,7 @@ def test_the_reason_of_a_drop_is_kept_by_group(ended: Ended) -> None:
         slots = groups.where(*(status for status in GroupStatus if status != GroupStatus.FREE))
         return {int(groups.status[slot]): dropped[groups.reason[slot]] for slot in slots if groups.reason[slot] >= 0}
 
-    state = read_state(Storage(ended[0]), SamplerConfig(), 0).state
+    state = StateReader(Storage(ended[0]), SamplerConfig(), 0).read()
     assert reasons(state) == {GroupStatus.DROPPED: "stage_ended"}
     restored = State(SamplerConfig(), 0, None)
     restored.restore(state.to_snapshot())

@@ -26,7 +26,8 @@ from rayrft.core.checkpoints import export
 from rayrft.data.formats import open_rows
 from rayrft.data.tables import open_table
 from rayrft.errors import ConfigError, DataError, RayrftError
-from rayrft.explorer.environments import environment_factory, register_environment
+from rayrft.explorer.environments import register_environment
+from rayrft.explorer.environments.base import environment_factory
 from rayrft.monitor.summary import rows_in_log
 from rayrft.rewards import build_reward, register_reward
 from tests.config.given import base

@@ -11,7 +11,7 @@ import pytest
 
 import rayrft
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.reader import Archive, read_state
+from rayrft.buffer.reader import Archive, StateReader
 from rayrft.config import load_config
 from rayrft.monitor.records import NoteRecord, StepRecord, read_records
 from tests.conftest import ROOT
@@ -79,7 +79,7 @@ def test_a_buffer_that_is_killed_again_and_again_loses_nothing_and_the_run_goes_
 def test_errors_of_the_critic_come_back_to_the_groups(finished: tuple[rayrft.Run, dict[str, Any]]) -> None:
     run, _ = finished
     buffer = load_config(run.folder / "config.yaml").buffer
-    groups = read_state(Storage(run.folder / "buffer"), buffer.sampler, 0).state.groups
+    groups = StateReader(Storage(run.folder / "buffer"), buffer.sampler, 0).read().groups
     errors = groups.score[groups.uses > 0]
     assert len(errors) >= 12 and (errors != 1.0).any()
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import rayrft
 from rayrft.buffer.groups import group_key
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.reader import Archive, read_state
+from rayrft.buffer.reader import Archive, StateReader
 from rayrft.cli.main import app
 from rayrft.config import load_config
 from rayrft.errors import ActorDied
@@ -124,7 +124,7 @@ def test_groups_and_batches_go_through_operators_and_what_they_make_is_trained_o
     found = [row for batch in archive.rows("expert/found") for row in from_batch(batch)]
     assert {row.status for row in rows} == {"verified"}
     sampler = load_config(run.folder / "config.yaml").buffer.sampler
-    groups = read_state(Storage(run.folder / "buffer"), sampler, 0).state.groups
+    groups = StateReader(Storage(run.folder / "buffer"), sampler, 0).read().groups
     priorities = {
         name: [row.priority for row in rows if row.group_id == name] for name in {row.group_id for row in rows}
     }

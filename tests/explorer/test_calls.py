@@ -59,7 +59,7 @@ async def attempt(calls: GroupCalls, repeat: int, prompts: list[list[int]], max_
         return [await generate(prompt, max_tokens, ()) for prompt in prompts]
 
     task = asyncio.ensure_future(work())
-    calls.on_park(repeat, task.cancel)
+    calls.attempts[repeat].on_park = task.cancel
     await asyncio.wait({task})
     return None if task.cancelled() else task.result()
 
@@ -159,7 +159,7 @@ async def test_an_answer_that_follows_a_schema_is_sampled_whole_and_known_by_the
         return [await calls.of(0)([begin], 50, (), schema) for begin in (1, 2)]
 
     running = asyncio.ensure_future(follow(calls, "{}"))
-    calls.on_park(0, running.cancel)
+    calls.attempts[0].on_park = running.cancel
     await model.asked.wait()
     calls.park()
     await asyncio.wait({running})
@@ -187,11 +187,11 @@ async def one_is_suspended(n: int = 1) -> tuple[Model, GroupCalls, list[asyncio.
 
 async def test_an_attempt_is_parked_when_none_of_its_concurrent_calls_goes_on() -> None:
     model, calls, opened = await one_is_suspended()
-    calls.on_park(0, asyncio.gather(*opened, return_exceptions=True).cancel)
+    calls.attempts[0].on_park = asyncio.gather(*opened, return_exceptions=True).cancel
     assert not calls.parked
     model.slow[2].set()
     await asyncio.wait(opened)
-    assert opened[1].cancelled() and calls.is_parked(0)
+    assert opened[1].cancelled() and calls.attempts[0].parked
     rows = calls.to_rows("group", "task")
     assert {row.experience_id: row.stop_reason for row in rows} == {"group/0/1": "stop", "group/0/2": None}
 
@@ -215,7 +215,7 @@ async def test_a_suspended_call_that_is_given_up_does_not_park_the_one_that_goes
 
 async def test_an_attempt_that_has_ended_makes_no_calls() -> None:
     _, calls, opened = await one_is_suspended(n=2)
-    calls.end(0)
+    calls.attempts[0].end()
     await asyncio.wait(opened)
     assert all(each.cancelled() for each in opened) and not calls.parked
     with pytest.raises(RuntimeError):

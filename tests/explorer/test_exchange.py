@@ -160,7 +160,7 @@ async def test_an_abort_that_overtakes_its_request_leaves_nothing_running() -> N
     engine = Held()
     assert await engine.exchange("client", {}, [7]) == {}
     assert await engine.exchange("client", {7: Request([7], 1, SAMPLING)}, []) == {}
-    assert not engine.events and not engine._mailboxes["client"]._running
+    assert not engine.events and not engine._mailboxes["client"].running
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 40))
@@ -209,7 +209,7 @@ async def history(rng: random.Random, count: int) -> None:
             assert number in refused
         else:
             assert not isinstance(answer, BaseException) and answer[0].token_ids == (number,)
-    await until(lambda: not any(box._running for box in engine._mailboxes.values()))
+    await until(lambda: not any(box.running for box in engine._mailboxes.values()))
 
 
 class Endless(Answering):
@@ -270,6 +270,6 @@ def test_streams_bring_every_token_once_and_in_order_until_they_are_interrupted(
         async with asyncio.timeout(20):
             await asyncio.gather(*(one(rng, requester, number) for number in range(count)))
         await until(lambda: engine.running == 0)
-        await until(lambda: not any(box._brought or box._running for box in engine._mailboxes.values()))
+        await until(lambda: not any(box._brought or box.running for box in engine._mailboxes.values()))
 
     asyncio.run(play())

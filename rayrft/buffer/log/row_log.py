@@ -127,11 +127,7 @@ class RowLog:
             message = batch.serialize()
         if not groups:
             return AppendResult(Extent(-1), 0, [], [], faults)
-        return replace(self._write(message, batch), groups=groups, faults=faults)
-
-    def append(self, message: pa.Buffer) -> AppendResult:
-        """Write a message of groups that were validated before."""
-        return self._write(message, unpack(message))
+        return replace(self.append(message, batch), groups=groups, faults=faults)
 
     def refs(self, spans: list[RowSpan]) -> list[tuple[RowRef, int, np.ndarray]]:
         """Return each group's block, the index of its first row in it, and the tokens of its rows (0 if masked)."""
@@ -219,7 +215,9 @@ class RowLog:
     def _is_pending(self, segment: _Segment, row: int) -> bool:
         return self._grows(segment) and bool(self._pending) and row >= self._pending[0][0]
 
-    def _write(self, message: pa.Buffer, batch: pa.RecordBatch) -> AppendResult:
+    def append(self, message: pa.Buffer, batch: pa.RecordBatch | None = None) -> AppendResult:
+        """Write a message of groups that were validated before; ``batch`` has its rows, if they are unpacked."""
+        batch = unpack(message) if batch is None else batch
         starts = group_starts(batch)
         score = np.ones(len(starts)) if self._score is None else self._score(batch, starts)
         if self._file is None:

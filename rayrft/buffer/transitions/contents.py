@@ -69,10 +69,9 @@ def dropped(state: State, event: e.GroupDropped) -> None:
         return
     if event.sequence is None and event.key is not None:
         keys = state.contents.rejected_keys
-        if keys.pop(event.key, None) == event.digest:
-            keys[event.key] = event.digest
+        known, keys[event.key] = keys.pop(event.key, None), event.digest
+        if known == event.digest:
             return
-        keys[event.key] = event.digest
         if len(keys) > _REJECTED:
             del keys[next(iter(keys))]
     state.discard_calls(event.sequence)

@@ -36,75 +36,24 @@ _OWN = {
 """Arguments that keys of the config set."""
 
 _FIXED = {
-    "distributed_executor_backend",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "nnodes",
-    "skip_tokenizer_init",
-    "enable_prefix_caching",
-    "logprobs_mode",
-    "worker_cls",
-    "worker_extension_cls",
-    "weight_transfer_config",
-    "disable_log_stats",
-    "mm_processor_cache_gb",
-    "limit_mm_per_prompt",
-    "prefill_context_parallel_size",
-    "data_parallel_rank",
-    "data_parallel_start_rank",
-    "data_parallel_size_local",
-    "data_parallel_address",
-    "data_parallel_rpc_port",
-    "data_parallel_hybrid_lb",
-    "data_parallel_external_lb",
-    "data_parallel_multi_port_external_lb",
-    "data_parallel_backend",
-    "enable_elastic_ep",
-    "elastic_ep_max_dp_size",
-    "node_rank",
-    "master_addr",
-    "master_port",
-    "_api_process_count",
-    "_api_process_rank",
+    *("distributed_executor_backend", "worker_cls", "worker_extension_cls", "_api_process_count", "_api_process_rank"),
+    *("pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "node_rank", "master_addr", "master_port"),
+    *("data_parallel_size", "data_parallel_size_local", "data_parallel_rank", "data_parallel_start_rank"),
+    *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend", "data_parallel_hybrid_lb"),
+    *("data_parallel_external_lb", "data_parallel_multi_port_external_lb"),
+    *("enable_elastic_ep", "elastic_ep_max_dp_size", "skip_tokenizer_init", "enable_prefix_caching", "logprobs_mode"),
+    *("weight_transfer_config", "disable_log_stats", "mm_processor_cache_gb", "limit_mm_per_prompt"),
 }
 """Arguments on which the actor, its placement or the weight transfer relies."""
 
 _ALTER = {
-    "quantization",
-    "quantization_config",
-    "kv_cache_dtype",
-    "kv_cache_dtype_skip_layers",
-    "speculative_config",
-    "spec_method",
-    "hf_overrides",
-    "model_impl",
-    "logits_processors",
-    "kv_sharing_fast_prefill",
-    "override_generation_config",
-    "load_format",
-    "spec_model",
-    "spec_tokens",
-    "watermark_config",
-    "diffusion_config",
-    "attention_config",
-    "mamba_config",
-    "mamba_cache_dtype",
-    "mamba_ssm_cache_dtype",
-    "enable_mamba_cache_stochastic_rounding",
-    "disable_sliding_window",
-    "swa_bounded_replay",
-    "mm_encoder_attn_dtype",
-    "mm_processor_kwargs",
-    "video_pruning_rate",
-    "model_class_overrides",
-    "revision",
-    "code_revision",
-    "config_format",
-    "hf_config_path",
-    "model_loader_extra_config",
-    "additional_config",
-    "default_mm_loras",
-    "generation_config",
+    *("quantization", "quantization_config", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill"),
+    *("speculative_config", "spec_method", "spec_model", "spec_tokens", "logits_processors", "watermark_config"),
+    *("hf_overrides", "model_impl", "model_class_overrides", "model_loader_extra_config", "load_format", "revision"),
+    *("code_revision", "config_format", "hf_config_path", "generation_config", "override_generation_config"),
+    *("diffusion_config", "attention_config", "disable_sliding_window", "swa_bounded_replay", "additional_config"),
+    *("mamba_config", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "enable_mamba_cache_stochastic_rounding"),
+    *("mm_encoder_attn_dtype", "mm_processor_kwargs", "video_pruning_rate", "default_mm_loras"),
 }
 """Arguments that alter the log-probs of tokens, by how much a GPU must show: see `OptionGap`."""
 
@@ -241,7 +190,7 @@ def engine_arguments(
 def _annotations() -> Mapping[str, ast.expr]:
     """Return the types of vLLM's engine arguments by name, read from its source: importing it takes seconds."""
     found = dict[str, ast.expr]()
-    for statement in _parsed("engine/arg_utils.py"):
+    for statement in parsed_source("engine/arg_utils.py"):
         if isinstance(statement, ast.ClassDef) and statement.name in ("EngineArgs", "AsyncEngineArgs"):
             for field in statement.body:
                 match field:
@@ -256,15 +205,15 @@ def _annotations() -> Mapping[str, ast.expr]:
 def _aliases() -> Mapping[str, ast.expr]:
     """Return the types of a few texts or numbers that vLLM's configs name, by their names."""
     found = dict[str, ast.expr]()
-    for node in (each for statement in _parsed("config/*.py") for each in ast.walk(statement)):
+    for node in (each for statement in parsed_source("config/*.py") for each in ast.walk(statement)):
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript(value=ast.Name(id="Literal")) as kind):
                 found[name] = kind
     return found
 
 
-def _parsed(files: str) -> Iterator[ast.stmt]:
-    """Iterate over the statements of vLLM's modules; over none if it is not installed."""
+def parsed_source(files: str) -> Iterator[ast.stmt]:
+    """Iterate over the statements of vLLM's modules, whose import takes seconds; over none if it is not installed."""
     spec = find_spec("vllm")
     for folder in (spec and spec.submodule_search_locations) or ():
         for file in sorted(Path(folder).glob(files)):

@@ -20,6 +20,7 @@ import numpy as np
 from rayrft.errors import ActorDied, EngineFailed
 from rayrft.explorer.engines.exchange import (
     INTERRUPTED,
+    UNBEGUN,
     Answering,
     Capacity,
     Chunk,
@@ -149,9 +150,6 @@ class _Stream:
         return Completion(tokens, logprobs, spans, INTERRUPTED, alternatives)
 
 
-_NOTHING = Completion((), (), (), INTERRUPTED)
-
-
 def _why_ended(answer: Completion, sampling: Sampling) -> str | None:
     """Return the stop reason of a begun answer that has all its tokens; None if it can be continued."""
     if answer.token_ids[-1] in sampling.stop_token_ids:
@@ -168,20 +166,11 @@ def _continued(request: Request, begun: Completion) -> Request:
     return replace(request, prompt=[*request.prompt, *begun.token_ids], sampling=rest)
 
 
-def _joined(begun: Completion, rest: Completion) -> Completion:
-    count = len(begun.token_ids)
-    spans = tuple((first + count, end + count, version) for first, end, version in rest.versions)
-    tokens, logprobs = begun.token_ids + rest.token_ids, begun.logprobs + rest.logprobs
-    alternatives = begun.alternatives + rest.alternatives
-    return Completion(tokens, logprobs, begun.versions + spans, rest.stop_reason, alternatives)
-
-
 def _reason(error: Exception) -> str:
     if isinstance(error, ActorDied):
         return error.problem
-    return (
-        f"the engine died: {death_reason(error)}" if isinstance(error, ray_api.ACTOR_DEATHS) else type(error).__name__
-    )
+    died = isinstance(error, ray_api.ACTOR_DEATHS)
+    return f"the engine died: {death_reason(error)}" if died else type(error).__name__
 
 
 class EngineClient:
@@ -224,7 +213,7 @@ class EngineClient:
         """
         stream = _Stream(on_tokens) if on_tokens is not None else None
         for tries_left in reversed(range(_TRIES)):
-            before = stream.so_far() if stream is not None else _NOTHING
+            before = stream.so_far() if stream is not None else UNBEGUN
             rest = request
             if before.token_ids:
                 if ended := _why_ended(before, request.sampling):
@@ -232,7 +221,7 @@ class EngineClient:
                 rest = _continued(request, before)
             completions = await self._try(rest, sessions, stream, tries_left > 0)
             if completions is not None:
-                return [_joined(before, each) for each in completions] if before.token_ids else completions
+                return [before.continued(each) for each in completions]
         raise AssertionError("the last try returns or raises")
 
     async def _try(
@@ -243,7 +232,7 @@ class EngineClient:
 
         begun = await self._begin(request, sessions)
         if begun is None:
-            return [_NOTHING] * request.n
+            return [UNBEGUN] * request.n
         engine, cost = begun
         for session in sessions:
             session.engine = engine.name

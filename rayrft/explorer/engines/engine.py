@@ -89,15 +89,10 @@ class RolloutEngine(Answering, Watched):
         prepare_environment(config)
         if lent:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(lent)
-        self._images = await asyncio.to_thread(ImageReader, model) if takes_images(model) else None
+        sees = takes_images(model)
+        self._images = await asyncio.to_thread(ImageReader, model) if sees else None
         arguments = engine_arguments(
-            model,
-            config,
-            max_length=max_length,
-            dtype=dtype,
-            seed=seed,
-            sees=self._images is not None,
-            structured=structured,
+            model, config, max_length=max_length, dtype=dtype, seed=seed, sees=sees, structured=structured
         )
         before = printed_bytes()
         try:

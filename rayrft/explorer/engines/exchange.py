@@ -90,6 +90,21 @@ class Completion:
     prompt: Chunk | None = None
     """The tokens of the prompt but the first, which has no probability."""
 
+    def continued(self, rest: Completion) -> Completion:
+        """Return the answer with the tokens that were sampled after it."""
+        if not (count := len(self.token_ids)):
+            return rest
+        versions = [*self.versions]
+        for first, end, version in rest.versions:
+            if versions and versions[-1][2] == version:
+                first = versions.pop()[0] - count
+            versions.append((first + count, end + count, version))
+        tokens, logprobs = self.token_ids + rest.token_ids, self.logprobs + rest.logprobs
+        return Completion(tokens, logprobs, tuple(versions), rest.stop_reason, self.alternatives + rest.alternatives)
+
+
+UNBEGUN = Completion((), (), (), INTERRUPTED)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -231,8 +246,8 @@ class Answering(ABC):
         for number, request in requests.items():
             mailbox.begin(number, request, self.generate)
         for number in interrupted:
-            if (running := mailbox.running(number)) is not None:
-                await self.interrupt(running)
+            if number in mailbox.running:
+                await self.interrupt(mailbox.running[number][0])
         return await mailbox.collect()
 
 
@@ -240,7 +255,7 @@ class _Mailbox:
     """The requests of one client, at the engine, by the client's numbers."""
 
     def __init__(self) -> None:
-        self._running: dict[int, tuple[Request, asyncio.Future[list[Completion]]]] = {}
+        self.running: dict[int, tuple[Request, asyncio.Future[list[Completion]]]] = {}
         self._finished: dict[int, EngineAnswer] = {}
         self._brought: dict[int, Stream] = {}
         """Streams with tokens that are not collected."""
@@ -254,23 +269,20 @@ class _Mailbox:
             return
         stream = Stream(lambda each: self._bring(number, each)) if request.stream else None
         task = asyncio.ensure_future(generate(request, stream) if stream else generate(request))
-        self._running[number] = request, task
+        self.running[number] = request, task
         task.add_done_callback(lambda _: self._end(number))
 
-    def running(self, number: int) -> Request | None:
-        return self._running[number][0] if number in self._running else None
-
     def abort(self, number: int) -> None:
-        if number in self._running:
+        if number in self.running:
             self._brought.pop(number, None)
-            self._running.pop(number)[1].cancel()
+            self.running.pop(number)[1].cancel()
         elif self._finished.pop(number, None) is None:
             self._aborted.add(number)
 
     async def collect(self) -> dict[int, EngineAnswer | Chunk]:
         self._ready.set()
         self._ready = ready = asyncio.Event()
-        if self._running and not self._finished and not self._brought:
+        if self.running and not self._finished and not self._brought:
             await ready.wait()
         if ready is not self._ready:
             return {}
@@ -285,9 +297,9 @@ class _Mailbox:
         self._ready.set()
 
     def _end(self, number: int) -> None:
-        if number not in self._running:  # it was aborted
+        if number not in self.running:  # it was aborted
             return
-        _, task = self._running.pop(number)
+        _, task = self.running.pop(number)
         self._brought.pop(number, None)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, RayrftError):
@@ -329,8 +341,7 @@ class Requester:
         self._schedule()
         try:
             with (session or Session()).interruptible(lambda: self._interrupt(number)):
-                completions: list[Completion] = await answer
-                return completions
+                return await answer
         finally:
             self._on_tokens.pop(number, None)
             if self._asked.pop(number, None) is not None and self._unsent.pop(number, None) is None:

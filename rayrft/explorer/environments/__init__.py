@@ -7,8 +7,6 @@ from rayrft.explorer.environments.base import (
     Pictured,
     Step,
     as_messages,
-    environment_factory,
-    environments,
     images_of,
     register_environment,
 )
@@ -23,8 +21,6 @@ __all__ = [
     "Step",
     "as_messages",
     "check_environment",
-    "environment_factory",
-    "environments",
     "images_of",
     "register_environment",
 ]

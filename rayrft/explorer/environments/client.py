@@ -141,18 +141,11 @@ class Environments:
                 raise _failure(error) from error
             yield client
 
-    @contextlib.asynccontextmanager
-    async def lease(self) -> AsyncIterator[Worker | _Local]:
+    def lease(self) -> contextlib.AbstractAsyncContextManager[Worker | _Local]:
         """An environment that nobody has acted in. Raises CallFailed if it cannot be created."""
         if self._pool is not None:
-            async with self._pool.lease() as worker:
-                yield worker
-            return
-        local = _Local(self._create, self.config.deadline_s)
-        try:
-            yield local
-        finally:
-            await local.close()
+            return self._pool.lease()
+        return contextlib.aclosing(_Local(self._create, self.config.deadline_s))
 
     async def close(self) -> None:
         """End the processes."""
@@ -208,7 +201,7 @@ class _Local:
                 raise CallTimeout(f"not done within {deadline_s:g} s", field=method) from None
             raise _raised(method, error) from error
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close it. What has been acted in it is as good as before, so a failure is only logged."""
         try:
             await self.call("close", deadline_s=self._deadline_s)

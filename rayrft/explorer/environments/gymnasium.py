@@ -87,19 +87,16 @@ class GymnasiumEnvironment:
         self._open(own.pop("id", self._id), own)
         assert self._env is not None
         self._observation, _ = self._env.reset(seed=seed)
-        parts = [self._text_renderer.rules, self._named_actions, self._map(first=True), self._state()]
-        return "\n".join(filter(None, parts))
+        return self._text(self._text_renderer.rules, self._named_actions, first=True)
 
     def step(self, action: str) -> Step:
         assert self._env is not None, "reset() comes first"
         number = find_action(action, self._text_renderer.actions)
         if number is None:
-            parts = ["That is not an action.", self._named_actions, self._map(), self._state()]
-            text = "\n".join(filter(None, parts))
+            text = self._text("That is not an action.", self._named_actions)
             return Step(text, reward=self._invalid_reward, info={"invalid_actions": 1})
         self._observation, reward, terminated, truncated, _ = self._env.step(self._first + number)
-        text = "\n".join(filter(None, [self._map(), self._state()]))
-        return Step(text, reward=float(reward), done=bool(terminated or truncated))
+        return Step(self._text(), reward=float(reward), done=bool(terminated or truncated))
 
     def close(self) -> None:
         if self._env is not None:
@@ -125,13 +122,12 @@ class GymnasiumEnvironment:
     def _named_actions(self) -> str:
         return f"Actions: {', '.join(words[0] for words in self._text_renderer.actions)}."
 
-    def _map(self, *, first: bool = False) -> str:
-        assert self._env is not None
-        return self._text_renderer.map(self._env) if first or self._show_map == "every" else ""
-
-    def _state(self) -> str:
-        assert self._env is not None
-        return self._text_renderer.state(self._env) or f"Observation: {self._observation}"
+    def _text(self, *lines: str, first: bool = False) -> str:
+        """Return lines, then the map, if it is shown with this observation, and the state."""
+        renderer = self._text_renderer
+        grid = renderer.map(self._env) if first or self._show_map == "every" else ""
+        state = renderer.state(self._env) or f"Observation: {self._observation}"
+        return "\n".join(filter(None, [*lines, grid, state]))
 
 
 def find_action(answer: str, actions: tuple[tuple[str, ...], ...]) -> int | None:

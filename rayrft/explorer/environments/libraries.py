@@ -93,8 +93,7 @@ class OpenEnvEnvironment:
         answer = json.loads(self._socket.recv(timeout_s))
         if answer["type"] != "observation":
             raise RuntimeError(f"the server answers {answer}")
-        found: dict[str, Any] = answer["data"]
-        return found
+        return answer["data"]
 
     def _told(self, found: dict[str, Any]) -> str:
         fields = found["observation"]

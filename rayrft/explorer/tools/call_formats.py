@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -92,7 +92,21 @@ class JsonCalls(CallFormat):
     instructions = 'To call tools, write for each call {"name": its name, "arguments": {…}} and nothing else.'
 
     async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | MalformedCall]:
-        return list(_json_calls(answer))
+        calls, end = list[ToolCall | MalformedCall](), 0
+        for start in re.finditer(r"\{", answer):
+            if start.start() < end:
+                continue
+            try:
+                found, end = _DECODER.raw_decode(answer, start.start())
+            except (ValueError, RecursionError) as error:
+                if re.match(r'\{\s*"(name|arguments|parameters)"', answer[start.start() :]):
+                    return [*calls, MalformedCall(f"the call is not JSON: {error}")]
+                continue
+            inner = found.get("function")
+            found = inner if isinstance(inner, dict) else found
+            if "name" in found and {"arguments", "parameters"} & found.keys():
+                calls.append(_call(found))
+        return calls
 
 
 @register_call_format("openai")  # vLLM's name of it
@@ -169,24 +183,6 @@ def probe_template(tokenizer: ChatTokenizer) -> Probe | None:
         if text is not None and all(each.arguments["city"] in text and each.name in text for each in calls):
             return Probe(text, tuple(calls))
     return None
-
-
-def _json_calls(answer: str) -> Iterator[ToolCall | MalformedCall]:
-    end = 0
-    for start in re.finditer(r"\{", answer):
-        if start.start() < end:
-            continue
-        try:
-            found, end = _DECODER.raw_decode(answer, start.start())
-        except (ValueError, RecursionError) as error:
-            if re.match(r'\{\s*"(name|arguments|parameters)"', answer[start.start() :]):
-                yield MalformedCall(f"the call is not JSON: {error}")
-                return
-            continue
-        inner = found.get("function")
-        found = inner if isinstance(inner, dict) else found
-        if "name" in found and {"arguments", "parameters"} & found.keys():
-            yield _call(found)
 
 
 def _decoded(text: str) -> Any:

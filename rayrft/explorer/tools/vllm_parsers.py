@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib.util
 import json
 import logging
 import re
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 from rayrft.data.chat_template import Tools
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import CallFailed, ConfigError, nearest
+from rayrft.explorer.engines.arguments import parsed_source
 from rayrft.explorer.tools.call_formats import (
     PROBE_TOOLS,
     CallFormat,
@@ -50,13 +49,10 @@ def check_call_format(name: str, field: str) -> None:
 
 
 def _vllm_parsers() -> list[str]:
-    """Return the names of vLLM's tool parsers: those in its source, since importing it takes seconds."""
-    found = importlib.util.find_spec("vllm")
-    for folder in found.submodule_search_locations or () if found is not None else ():
-        tree = ast.parse(Path(folder, "tool_parsers", "__init__.py").read_text(encoding="utf-8"))
-        tables = (node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict))
-        return [str(key.value) for table in tables for key in table.keys if isinstance(key, ast.Constant)]
-    return []
+    """Return the names of vLLM's tool parsers, which its source has."""
+    values = (each.value for each in parsed_source("tool_parsers/__init__.py") if isinstance(each, ast.Assign))
+    keys = (key for table in values if isinstance(table, ast.Dict) for key in table.keys)
+    return [str(key.value) for key in keys if isinstance(key, ast.Constant)]
 
 
 async def open_call_format(name: str, tokenizer: ChatTokenizer, field: str) -> CallFormat:
@@ -140,10 +136,8 @@ class HostedParser:
 
     def _reads(self, name: str, probe: Probe | None) -> bool:
         """Return whether a parser reads back the calls of a probe. Those of other models may raise anything."""
-        if probe is None:
-            return False
         with contextlib.suppress(Exception):
-            return calls_of(self._read(name, probe.text, PROBE_TOOLS)) == list(probe.calls)
+            return probe is not None and calls_of(self._read(name, probe.text, PROBE_TOOLS)) == list(probe.calls)
         return False
 
 
