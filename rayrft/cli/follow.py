@@ -57,20 +57,24 @@ def exit_status(status: str) -> int:
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Raise SystemExit inside at SIGINT, SIGTERM, SIGUSR1 and SIGHUP: before a run is up nothing is to be saved."""
-    received: list[int] = []
+    """Raise SystemExit inside at SIGINT, SIGTERM, SIGUSR1 and SIGHUP: before a run is up nothing is to be saved. After
+    it they end the process at once, also while Ray shuts down."""
+    received, numbers = list[int](), _signal_numbers()
 
     def end(number: int, _: Any) -> None:
         received.append(number)
         print("interrupted", file=sys.stderr, flush=True)
         raise SystemExit(128 + number)
 
-    for number in _signal_numbers():
+    for number in numbers:
         signal.signal(number, end)
     try:
         yield
     except SystemExit as ended:  # a call into Ray in which it was raised has changed its status
         raise SystemExit(128 + received[0] if received else ended.code) from None
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _signal_numbers() -> list[signal.Signals]:

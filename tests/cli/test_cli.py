@@ -147,6 +147,7 @@ def test_before_a_run_is_up_a_signal_ends_the_command_as_it_would_by_itself(numb
             ended.append("removed what it had reserved")
             raise SystemExit(1) from None  # as from a call into Ray
     assert exit.value.code == status and ended
+    assert signal.getsignal(number) == signal.SIG_DFL, "another one ends the process while Ray shuts down"
 
 
 def test_without_a_signal_a_command_has_its_own_status() -> None:
