@@ -140,10 +140,7 @@ class Checkpointer:
         with _typed_errors(folder):
             names = _Reader(str(folder)).read_metadata().state_dict_metadata
         if learner.moments == "8bit" and not any(name.startswith(f"{learner.rng.name}.") for name in names):
-            problem, remedy = (
-                "8-bit moments are not divided among other ranks",
-                "give as many trainer.ranks as it had",
-            )
+            problem, remedy = "8-bit moments are not divided among other ranks", "give as many trainer.ranks as it had"
             raise ModelError(problem, remedy, field="trainer.moments", value=str(folder))
         state = checkpoint_state(learner, folder, set(names))
         _read(state, folder, process_group=self.group)
@@ -226,13 +223,10 @@ def _typed_errors(folder: Path) -> Iterator[None]:
         yield
     except (CheckpointException, OSError, EOFError, pickle.UnpicklingError) as error:
         cause, line = _cause(error), _one_line(error)
-        if "Missing key in checkpoint" in str(cause):
-            problem = f"the checkpoint lacks parameters of the model: {line}"
-            remedy = "resume with the model, adapter and algorithm that the run began with"
-            raise ModelError(problem, remedy, field="model", value=str(folder)) from None
-        if "ize mismatch" in str(cause):
-            problem = f"the checkpoint does not fit the model: {line}"
-            remedy = "resume with the model that the run began with"
+        lacks = "Missing key in checkpoint" in str(cause)
+        if lacks or "ize mismatch" in str(cause):
+            problem = f"the checkpoint {'lacks parameters of' if lacks else 'does not fit'} the model: {line}"
+            remedy = f"resume with the model{', adapter and algorithm' if lacks else ''} that the run began with"
             raise ModelError(problem, remedy, field="model", value=str(folder)) from None
         problem = f"the checkpoint cannot be read: {line}"
         if isinstance(cause, FileNotFoundError):

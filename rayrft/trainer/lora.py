@@ -58,11 +58,8 @@ class Lora:
             raise _no_target(config.targets) from None
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
         head = model.get_output_embeddings()
-        invalid = [
-            name
-            for name, layer in self._layers.items()
-            if not isinstance(layer.get_base_layer(), nn.Linear) or layer is head
-        ]
+        bases = {name: layer.get_base_layer() for name, layer in self._layers.items() if layer is not head}
+        invalid = [name for name in self._layers if not isinstance(bases.get(name), nn.Linear)]
         named = [] if isinstance(config.targets, str) else config.targets
         invalid += [target for target in named if not any(f".{name}".endswith(f".{target}") for name in self._layers)]
         if invalid:

@@ -130,11 +130,8 @@ def shared_prefixes(rows: list[np.ndarray]) -> list[tuple[int, int, int]]:
     other earlier row shares more (0 for the first, with itself)."""
     # Of an order by tokens the neighbours share the most; which order that is does not matter.
     order = sorted(range(len(rows)), key=lambda row: rows[row].tobytes())
-    first = order[0]
-    return [
-        (first, first, 0),
-        *((row, before, common_prefix(rows[before], rows[row])) for before, row in pairwise(order)),
-    ]
+    found = [(row, before, common_prefix(rows[before], rows[row])) for before, row in pairwise(order)]
+    return [(order[0], order[0], 0), *found]
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:

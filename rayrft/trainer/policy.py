@@ -154,9 +154,8 @@ class Policy(nn.Module):
         gap = float((found.detach() - expected).abs().max())
         if gap <= _TOLERANCE + _ROUNDING_FACTOR * rounding:
             return None
-        return (
-            f"with the attention kernel log-probs would differ by {gap:.2g}, and by {rounding:.2g} from rounding alone"
-        )
+        differ = f"by {gap:.2g}, and by {rounding:.2g} from rounding alone"
+        return f"with the attention kernel log-probs would differ {differ}"
 
     @property
     def transformer(self) -> Any:
@@ -265,10 +264,9 @@ class Policy(nn.Module):
 class Reference:
     """The reference policy: a frozen earlier state of the policy, for KL and preference losses.
 
-    It is a copy of the policy's weights (this rank's shards), exchanged with them while the reference is evaluated.
-
-    One model serves both, independent of architecture and sharding. With an adapter
-    nothing is copied: the reference is the model without it, which is the policy at the stage's start.
+    It is a copy of the policy's weights (this rank's shards), exchanged with them while the reference is evaluated: one
+    model serves both, independent of architecture and sharding. With an adapter nothing is copied: the reference is the
+    model without it, which is the policy at the stage's start.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -279,7 +277,8 @@ class Reference:
     def refresh(self) -> None:
         """Make the present policy the reference. Not available with an adapter, which has no copy."""
         assert self._policy.lora is None, "refused by the configuration"
-        _copy_into(self.weights, self._copied_weights())
+        for name, weight in self._copied_weights().items():
+            self.weights[name].copy_(weight)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -306,12 +305,6 @@ class Reference:
     def _copied_weights(self) -> dict[str, Tensor]:
         named = self._policy.named_parameters()
         return {name: parameter.detach().clone() for name, parameter in named if parameter.requires_grad}
-
-
-@torch.no_grad()
-def _copy_into(target: dict[str, Tensor] | dict[str, nn.Parameter], source: dict[str, Tensor]) -> None:
-    for name, value in source.items():
-        target[name].copy_(value)
 
 
 def _balancing(model: Any) -> Callable[..., Tensor] | None:
