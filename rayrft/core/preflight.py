@@ -193,11 +193,8 @@ def _check_calls(config: RunConfig, workflows: Mapping[str | None, Workflow], to
 
 def _slow_models(config: RunConfig) -> tuple[str, ...]:
     """Return a notice for each model on GPUs that computes in float32."""
-    gpus = {
-        f"auxiliary.{name}.dtype": each.engine.gpus
-        for name, each in config.auxiliary.items()
-        if each.dtype == "float32"
-    }
+    exact = {name: each.engine.gpus for name, each in config.auxiliary.items() if each.dtype == "float32"}
+    gpus = {f"auxiliary.{name}.dtype": count for name, count in exact.items()}
     if config.model.dtype == "float32":
         gpus["model.dtype"] = max(config.explorer.engine.gpus * config.rolls_out, config.trainer.gpus * config.trains)
     slow = sorted(key for key, count in gpus.items() if count)
