@@ -154,9 +154,7 @@ class Checkpointer:
         """With an adapter, load the frozen weights that the checkpoint's adapter was trained on."""
         if policy.lora is None:
             return
-        state: _State = {"base": ""}
-        _read(state, folder, process_group=self.group)
-        base = _resolve(state["base"], folder) or policy.lora.origin
+        base = read_base(folder, process_group=self.group) or policy.lora.origin
         if base != policy.lora.base:
             load_hf(policy, base)
 
@@ -169,14 +167,12 @@ def to_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def read_base(folder: Path) -> str:
-    """Return the folder of the frozen weights under a checkpoint's adapter; empty if they are the run's model.
-
-    Raises as `Checkpointer.load` does.
-    """
+def read_base(folder: Path, **how: Any) -> str:
+    """Return the folder of the frozen weights under a checkpoint's adapter; empty if they are the run's model. ``how``
+    are options of torch's `load`. Raises as `Checkpointer.load` does."""
     state = {"base": ""}
-    _read(state, folder, no_dist=True)
-    return _resolve(state["base"], folder)
+    _read(state, folder, **how)
+    return os.path.normpath(folder.parent / state["base"]) if state["base"] else ""
 
 
 def load_weights(folder: Path, model: Policy | RewardClassifier) -> None:
@@ -197,7 +193,7 @@ def export_checkpoint(
     ``model`` is the run's original model. An adapter is ``merged`` into the weights, or written in peft format.
     """
     lora, tokenizer = config.trainer.lora, ChatTokenizer(model, template=config.model.template)
-    base = (lora is not None and read_base(checkpoint)) or model
+    base = (lora is not None and read_base(checkpoint, no_dist=True)) or model
     policy, dtype = load_policy(base), getattr(torch, config.model.dtype)
     if lora is not None:
         compute = dtype if lora.frozen == "nf4" else torch.float32
@@ -268,10 +264,6 @@ def _trained(model: nn.Module) -> _State:
     """Return the trainable parameters, sharded as they are."""
     trained = {name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.requires_grad}
     return {name: tensor for name, tensor in states.get_model_state_dict(model).items() if name in trained}
-
-
-def _resolve(base: str, folder: Path) -> str:
-    return os.path.normpath(folder.parent / base) if base else ""
 
 
 def _cause(error: BaseException) -> BaseException:
