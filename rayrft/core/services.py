@@ -144,15 +144,7 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
         say(f"waits for weights at {address}")
         version = answer(follower.call(WeightFollower.start, workers), "follower", stall_s)
         say(f"serves version {version}, and follows")
-        settings = EndpointSettings(
-            http,
-            http.model_name or config.name,
-            model.max_length,
-            config.explorer.sampling,
-            keys,
-            model.template,
-            plugins=tuple(config.plugins),
-        )
+        settings = EndpointSettings.of(config, keys)
         owner, served = Owner(NAMESPACE, actor_name(name, "follower")), actor_name(name, "serve")
         arguments = path, settings, Owner(NAMESPACE, actor_name(name, "engine_pool")), None
         application = HttpApplication(served, config.name, http, owner, build_endpoint, arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from rayrft.config import RunConfig
 from rayrft.config.explorer import SamplingConfig
 from rayrft.config.model import TemplateConfig
 from rayrft.config.serve import ServeConfig
@@ -27,3 +28,11 @@ class EndpointSettings:
     """The run folder, if replicas record when engines work for them."""
     plugins: tuple[Path, ...] = ()
     """Files that may register the format of calls."""
+
+    @classmethod
+    def of(cls, config: RunConfig, key_digests: tuple[str, ...], trace: Path | None = None) -> EndpointSettings:
+        """Return the settings of the endpoint that a config has."""
+        assert config.endpoint is not None  # checked by the caller
+        http, model, plugins = config.endpoint, config.model, tuple(config.plugins)
+        name, sampling = http.model_name or config.name, config.explorer.sampling
+        return cls(http, name, model.max_length, sampling, key_digests, model.template, trace=trace, plugins=plugins)

@@ -52,7 +52,7 @@ class KeeperPart(Part[SessionKeeper]):
 
     async def open(self) -> str | None:
         """Open the endpoint, if the run has one; return its URL."""
-        config, model, prepared = self.config, self.config.model, self.run.prepared
+        config, prepared = self.config, self.run.prepared
         if config.endpoint is None:
             return None
         from rayrft.endpoint.app import build_endpoint
@@ -61,16 +61,7 @@ class KeeperPart(Part[SessionKeeper]):
         name = actor_name(config.name, "serve")
         if self.run.taken_over and (await asyncio.to_thread(applications, name)) != []:
             return None
-        settings = EndpointSettings(
-            config.endpoint,
-            config.endpoint.model_name or config.name,
-            model.max_length,
-            config.explorer.sampling,
-            prepared.key_digests,
-            model.template,
-            trace=config.trace_folder,
-            plugins=tuple(config.plugins),
-        )
+        settings = EndpointSettings.of(config, prepared.key_digests, config.trace_folder)
         pool = Owner(NAMESPACE, actor_name(config.name, "engine_pool"))
         keeper = actor_name(config.name, self.name) if self.actors else None
         arguments = (prepared.model, settings, pool, keeper)
