@@ -128,22 +128,22 @@ class Waits:
         return WaitReport(waits, now - self._progressed)
 
 
+@dataclass
 class _OpenWait(AbstractContextManager[None]):
     """The context of a wait: a class, which costs less than a generator, as every group has dozens."""
 
-    def __init__(self, waits: Waits, target: str, what: str | Callable[[], str], internal: bool, name: str) -> None:
-        self._waits = waits
-        self._name = name
-        self._target = target
-        self._what = what
-        self._internal = internal
+    waits: Waits
+    target: str
+    what: str | Callable[[], str]
+    internal: bool
+    name: str
 
     def __enter__(self) -> None:
-        self._number = self._waits.begin(self._target, self._what, internal=self._internal)
-        if self._name:
-            self._waits.trace.begin(self._target, self._name)
+        self._number = self.waits.begin(self.target, self.what, internal=self.internal)
+        if self.name:
+            self.waits.trace.begin(self.target, self.name)
 
     def __exit__(self, *_: object) -> None:
-        self._waits.end(self._target, self._number)
-        if self._name:
-            self._waits.trace.end(self._target, self._name)
+        self.waits.end(self.target, self._number)
+        if self.name:
+            self.waits.trace.end(self.target, self.name)

@@ -210,9 +210,7 @@ class Trainer(Watched):
         (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
         # Offloaded tensors are in CPU memory, so their collectives need gloo.
         backend = "cpu:gloo,cuda:nccl" if self._config.gpus else "gloo"
-        resources: dict[str, float] = {"CPU": self._config.cpus}
-        if self._config.gpus:
-            resources["GPU"] = self._config.gpus
+        resources = {"CPU": self._config.cpus, **({"GPU": self._config.gpus} if self._config.gpus else {})}
         RankTrainer(
             self._group,
             _run_rank,
