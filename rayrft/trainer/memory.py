@@ -89,37 +89,37 @@ def shape_of(path: str, field: str = "model.path") -> Shape:
 
 
 @cache
-def activation_bytes(path: str, field: str = "model.path") -> float:
+def activation_bytes(path: str) -> float:
     """Return the bytes that a layer of a model keeps of a token for the backward pass, in half precision.
 
     Raises ModelError if there is no such model, or if its layers cannot be run without memory.
     """
-    config, auto = _kind(path, field)
+    config, auto = _kind(path)
     try:
         one, two = (_saved_bytes(config, auto, count) for count in (1, 2))
     except Exception as error:  # architectures fail in many ways on inputs that they are not made for
-        raise _uncounted(error, path, field) from None
+        raise _uncounted(error, path) from None
     return (two - one) / _TOKENS
 
 
 @cache
-def tower_bytes(path: str, field: str = "model.path") -> tuple[float, float]:
+def tower_bytes(path: str) -> tuple[float, float]:
     """Return the bytes that the vision tower of a model keeps of an image token for the backward pass, in half
     precision, without gradient checkpointing and with it; zeros for a model of texts. Raises as `activation_bytes`."""
-    config, auto = _kind(path, field)
+    config, auto = _kind(path)
     if not takes_images(path):
         return 0.0, 0.0
     try:
         depth, tokens = config.vision_config.depth, _TOKENS / config.vision_config.spatial_merge_size**2
         (one, state), (two, _) = (_tower_bytes(config, auto, count) for count in (1, 2))
     except Exception as error:  # as above
-        raise _uncounted(error, path, field) from None
+        raise _uncounted(error, path) from None
     return (one + (depth - 1) * (two - one)) / tokens, (one + depth * state) / tokens
 
 
-def _uncounted(error: Exception, path: str, field: str) -> ModelError:
+def _uncounted(error: Exception, path: str) -> ModelError:
     problem = f"activations cannot be counted without memory: {first_line(error)}"
-    return ModelError(problem, "measure them by one step of a run", field=field, value=path)
+    return ModelError(problem, "measure them by one step of a run", field="model.path", value=path)
 
 
 def memory_savings(
@@ -165,7 +165,7 @@ def memory_savings(
     return sorted((each for each in saved if each[1] > 0), key=lambda each: -each[1])
 
 
-def _kind(path: str, field: str) -> tuple[Any, Any]:
+def _kind(path: str, field: str = "model.path") -> tuple[Any, Any]:
     """Return a model's config, and the auto class of transformers that makes it."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
