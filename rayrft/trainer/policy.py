@@ -316,7 +316,7 @@ def _reason(error: Exception) -> str:
     """Return an error of a trial in one line. Raises it if the device failed."""
     if is_device_fault(error):
         raise error
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 @contextlib.contextmanager

@@ -76,13 +76,11 @@ class Trainer(Watched):
             async with asyncio.timeout(self._config.start_timeout_s) as self._late, self._changed:
                 await self._from_ranks("start", self._ready)
         except TimeoutError:
-            late = sorted(set(range(self._config.ranks)) - self._ready.keys())
-            raise ActorDied(
-                f"trainer ranks {late} of {self._config.ranks} are not up and have made no progress for "
-                f"{self._config.start_timeout_s:g} s",
-                "see their logs in the Ray dashboard, or raise trainer.start_timeout_s",
-                field=f"trainer rank {late[0]}",
-            ) from None
+            ranks, limit_s = self._config.ranks, self._config.start_timeout_s
+            late = sorted(set(range(ranks)) - self._ready.keys())
+            problem = f"trainer ranks {late} of {ranks} are not up and have made no progress for {limit_s:g} s"
+            remedy = "see their logs in the Ray dashboard, or raise trainer.start_timeout_s"
+            raise ActorDied(problem, remedy, field=f"trainer rank {late[0]}") from None
         self._doing = ""
         return self._ready[0]
 
