@@ -32,8 +32,7 @@ def open_store(timeout_s: float = 300.0, host: str | None = None) -> TCPStore:
     the cluster has no other node. A later store of this process at the same port with ``multi_tenant`` shares the
     listener; keep this one until then.
     """
-    if host is None:
-        host = node_address()
+    host = host or node_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listening:
         port, listening_fd = listening.getsockname()[1], listening.detach()
