@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -336,7 +336,7 @@ def _tensors(files: list[str], opened: contextlib.ExitStack) -> dict[str, Any]:
     return tensors
 
 
-def _wrapped(layers: frozenset[str], prefix: str) -> Any:
+def _wrapped(layers: Collection[str], prefix: str) -> Any:
     """Return the renaming of weights in files to those of layers that have an adapter."""
     from transformers.core_model_loading import WeightRenaming
 

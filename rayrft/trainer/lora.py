@@ -54,12 +54,13 @@ class Lora:
             inject_adapter_in_model(self.peft_config, model)
         except ValueError:
             raise _no_target(config.targets) from None
-        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+        self.layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+        """The layers that have an adapter, by their names in the model."""
         head = model.get_output_embeddings()
-        bases = {name: layer.get_base_layer() for name, layer in self._layers.items() if layer is not head}
-        invalid = [name for name in self._layers if not isinstance(bases.get(name), nn.Linear)]
+        bases = {name: layer.get_base_layer() for name, layer in self.layers.items() if layer is not head}
+        invalid = [name for name in self.layers if not isinstance(bases.get(name), nn.Linear)]
         named = [] if isinstance(config.targets, str) else config.targets
-        invalid += [target for target in named if not any(f".{name}".endswith(f".{target}") for name in self._layers)]
+        invalid += [target for target in named if not any(f".{name}".endswith(f".{target}") for name in self.layers)]
         if invalid:
             raise _no_target(invalid[0])
         parameters = dict(model.named_parameters())
@@ -69,7 +70,7 @@ class Lora:
         for name, factor in self.initial_factors().items():
             parameters[name].data = factor.to(parameters[name].device)
         if config.frozen == "nf4":
-            for name, layer in self._layers.items():
+            for name, layer in self.layers.items():
                 if layer.in_features % BLOCK:
                     problem = f"needs layers of a multiple of {BLOCK} inputs, and {name} has {layer.in_features}"
                     remedy = "set it to dtype, or name other targets"
@@ -84,16 +85,11 @@ class Lora:
     def adapter(self) -> Adapter:
         return Adapter(self.base, self._config.alpha / self._config.rank, self._config.frozen)
 
-    @property
-    def layers(self) -> frozenset[str]:
-        """The names of the layers in the model that have an adapter."""
-        return frozenset(self._layers)
-
     def initial_factors(self) -> dict[str, Tensor]:
         """Return an adapter without effect, by parameter: A as peft initialises it, B zero."""
         generator = torch.Generator().manual_seed(self._seed)
         factors = {}
-        for name, layer in self._layers.items():
+        for name, layer in self.layers.items():
             dtype = torch.promote_types(layer.get_base_layer().weight.dtype, torch.float32)
             a = torch.empty(self._config.rank, layer.in_features, dtype=dtype)
             factors[f"{name}.lora_A.{_NAME}.weight"] = nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
@@ -120,7 +116,7 @@ class Lora:
 
     def _multiply(self, factor: float) -> None:
         # Not peft's own switch: it changes requires_grad, which FSDP reads only when it shards.
-        for layer in self._layers.values():
+        for layer in self.layers.values():
             layer.set_scale(_NAME, factor)
 
 

@@ -168,8 +168,7 @@ class Policy(nn.Module):
     @property
     def vocabulary(self) -> int:
         """Size of the vocabulary."""
-        size: int = self.model.config.get_text_config().vocab_size
-        return size
+        return self.model.config.get_text_config().vocab_size
 
     def forward(
         self, batch: MicroBatch, temperature: float, entropy_gradient: bool
@@ -234,8 +233,7 @@ class Policy(nn.Module):
         if not self.packs:
             mask = batch.token_ids.new_zeros(len(batch.lengths), batch.packing.longest)
             mask[batch.tokens.sequence, batch.packing.positions] = 1
-        balance: Tensor = balancing(logits, self.model.num_experts, self.model.num_experts_per_tok, mask)
-        return balance
+        return balancing(logits, self.model.num_experts, self.model.num_experts_per_tok, mask)
 
     @torch.no_grad()
     def _logprobs(self, batch: MicroBatch) -> Tensor:
