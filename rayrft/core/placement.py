@@ -287,16 +287,10 @@ class Placement:
             options["max_concurrency"] = 10_000  # calls of an async actor may wait for each other
         if restarts:
             options |= {"max_restarts": restarts, "max_task_retries": -1}
-        remote_class = ray.remote(cls).options(
-            num_cpus=resources["CPU"],
-            num_gpus=resources.get("GPU", 0),
-            memory=resources["memory"],
-            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                added or self._groups[part], placement_group_bundle_index=0 if added else bundle
-            ),
-            **options,
-        )
-        return PlacedClass(name or part, remote_class)
+        options |= {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), "memory": resources["memory"]}
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        where = strategy(added or self._groups[part], placement_group_bundle_index=0 if added else bundle)
+        return PlacedClass(name or part, ray.remote(cls).options(scheduling_strategy=where, **options))
 
     @property
     def nodes(self) -> set[str]:
