@@ -209,21 +209,15 @@ class Trainer(Watched):
         # Offloaded tensors are in CPU memory, so their collectives need gloo.
         backend = "cpu:gloo,cuda:nccl" if self._config.gpus else "gloo"
         resources = {"CPU": self._config.cpus, **({"GPU": self._config.gpus} if self._config.gpus else {})}
+        ranks, on_gpus = self._config.ranks, self._config.gpus > 0
+        # A rank that dies, also during start, ends the run; by default Ray Train retries starts without end.
+        failures = ray.train.FailureConfig(max_failures=0, max_preemption_failures=0, controller_failure_limit=0)
         RankTrainer(
             self._group,
             _run_rank,
             train_loop_config={"setup": setup},
-            scaling_config=ray.train.ScalingConfig(
-                num_workers=self._config.ranks, use_gpu=self._config.gpus > 0, resources_per_worker=resources
-            ),
-            run_config=ray.train.RunConfig(
-                name=folder.name,
-                storage_path=str(folder.parent),
-                # A rank that dies, also during start, ends the run; by default Ray Train retries starts without end.
-                failure_config=ray.train.FailureConfig(
-                    max_failures=0, max_preemption_failures=0, controller_failure_limit=0
-                ),
-            ),
+            scaling_config=ray.train.ScalingConfig(num_workers=ranks, use_gpu=on_gpus, resources_per_worker=resources),
+            run_config=ray.train.RunConfig(name=folder.name, storage_path=str(folder.parent), failure_config=failures),
             torch_config=TorchConfig(backend=backend, timeout_s=300),
         ).fit()
 
