@@ -186,12 +186,8 @@ class Policy(nn.Module):
             states = self._states(output, before)
             logprobs, entropy = head_logprobs(*states, targets, temperatures, chunk=self.head_chunk)
         else:
-            logprobs, entropy = chosen_logprobs(
-                output.logits.flatten(0, 1)[before],
-                targets,
-                temperature=1.0 if temperatures is None else temperatures[:, None],
-                entropy_gradient=entropy_gradient,
-            )
+            logits, scale = output.logits.flatten(0, 1)[before], 1.0 if temperatures is None else temperatures[:, None]
+            logprobs, entropy = chosen_logprobs(logits, targets, temperature=scale, entropy_gradient=entropy_gradient)
         if batch.candidates is None:
             return _scatter(batch, logprobs), _scatter(batch, entropy), None, balance
         return _scatter(batch, logprobs[:, 0]), _scatter(batch, entropy), _scatter(batch, logprobs[:, 1:]), balance
