@@ -16,7 +16,7 @@ from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.explorer import EngineConfig
 from rayrft.core.parts.base import Part, has_explorers
 from rayrft.core.parts.trainer import TrainerPart, ranks_bundles
-from rayrft.core.placement import Bundles, Placement
+from rayrft.core.placement import Bundles, PlacedClass, Placement
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.runtime.handle import Handle, TrackedHandle, answer, fence
@@ -61,7 +61,8 @@ class EngineGroup:
         self._model, self._placement, self._group, self._name, self._waits = model, placement, group, name, waits
         placed = placement.actor(EnginePool, "engine_pool", name=pool, restarts=-1)
         self.pool = _tracked(placed.create(replaced=replaced or waits is not None), waits)
-        self.engines = [_tracked(self._create(index), waits) for index in range(placement.count(group))]
+        self._classes = list(map(self._class, range(placement.count(group))))
+        self.engines = [_tracked(each.create(), waits) for each in self._classes]
         self.lost: set[str] = set()
         """Names of engines that have died and are not replaced, or that leave."""
         self.emptied = asyncio.Event()
@@ -106,7 +107,7 @@ class EngineGroup:
     async def replace(self, engine: Handle[RolloutEngine]) -> None:
         """Create and start the successor of an engine that is dead; it takes no requests yet."""
         index = self.engines.index(engine)
-        engine.succeed(self._create(index))
+        engine.succeed(self._classes[index].create())
         await self._start(index)
         self.lost.discard(engine.name)
 
@@ -130,11 +131,12 @@ class EngineGroup:
     def grow(self) -> None:
         """Create one more engine, which is not started yet; outside of event loops. Raises PlacementError."""
         self._placement.extend(self._group, len(self.engines))
-        self.engines.append(_tracked(self._create(len(self.engines)), self._waits))
+        self._classes.append(self._class(len(self.engines)))
+        self.engines.append(_tracked(self._classes[-1].create(), self._waits))
 
     async def shrink(self) -> None:
         """End the last engine; the others answer its requests."""
-        engine = self.engines.pop()
+        engine, _ = self.engines.pop(), self._classes.pop()
         await self.pool.call(EnginePool.leave, engine.untracked, "the run is scaled down")
         await fence(engine)
         self._placement.shrink(self._group, len(self.engines))
@@ -143,9 +145,8 @@ class EngineGroup:
         """Let engines take requests with the weights that they were started with."""
         return self.pool.call(EnginePool.join, [Member(engine, 0) for engine in engines])
 
-    def _create(self, index: int) -> Handle[RolloutEngine]:
-        name = f"{self._name}-{index}"
-        return self._placement.actor(RolloutEngine, self._group, name=name, bundle=index).create()
+    def _class(self, index: int) -> PlacedClass[[], RolloutEngine]:
+        return self._placement.actor(RolloutEngine, self._group, name=f"{self._name}-{index}", bundle=index)
 
     def _start(self, index: int) -> Awaitable[None]:
         model = self._model
