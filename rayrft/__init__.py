@@ -46,37 +46,10 @@ _MODULES = {
     "rayrft.rewards": ("RewardResult", "StepReward", "Transcript", "register_reward"),
     "rayrft.weights": ("WeightTransport", "register_transport"),
 }
-__all__ = [
-    "Environment",
-    "Experience",
-    "Model",
-    "Pictured",
-    "RayrftError",
-    "RewardResult",
-    "Run",
-    "RunConfig",
-    "RunFiles",
-    "Step",
-    "StepReward",
-    "Task",
-    "Trajectory",
-    "Transcript",
-    "WeightTransport",
-    "Workflow",
-    "attach",
-    "bench",
-    "doctor",
-    "plan",
-    "read_run",
-    "register_environment",
-    "register_operator",
-    "register_reward",
-    "register_tool",
-    "register_transport",
-    "register_workflow",
-    "resume",
-    "start",
-]
+__all__ = ["Environment", "Experience", "Model", "Pictured", "RayrftError", "RewardResult", "Run", "RunConfig"]
+__all__ += ["RunFiles", "Step", "StepReward", "Task", "Trajectory", "Transcript", "WeightTransport", "Workflow"]
+__all__ += ["attach", "bench", "doctor", "plan", "read_run", "register_environment", "register_operator"]
+__all__ += ["register_reward", "register_tool", "register_transport", "register_workflow", "resume", "start"]
 
 
 def __getattr__(name: str) -> Any:

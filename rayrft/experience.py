@@ -222,12 +222,10 @@ class ExperienceGroup:
 
     def _card(self, row: Experience, asked: int) -> list[Markup]:
         versions = sorted({span.version for span in row.weight_versions})
-        shown: dict[str, Any] = {
-            "reward": "unknown" if row.reward is None else row.reward,
-            "parts": row.reward_components,
-        }
-        shown |= {"labels": row.labels, "versions": versions, "status": row.status, "stopped by": row.stop_reason}
-        shown |= {"error": row.error, "tokens": self._tokens(row), "row": row.experience_id.removeprefix(self.group_id)}
+        shown: dict[str, Any] = {"reward": "unknown" if row.reward is None else row.reward}
+        shown |= {"parts": row.reward_components, "labels": row.labels, "versions": versions, "status": row.status}
+        shown |= {"stopped by": row.stop_reason, "error": row.error, "tokens": self._tokens(row)}
+        shown["row"] = row.experience_id.removeprefix(self.group_id)
         return [*_blocks(row.turns[asked:]), *map(picture, row.images), facts(shown)]
 
     def _tokens(self, row: Experience) -> Markup | None:

@@ -89,7 +89,7 @@ class Checkpoints:
         self.folder = run_folder / "checkpoints"
         self.config = config
         self.evaluating: set[int] = set()
-        """Steps whose evaluation has not ended: their checkpoints are kept until it has."""
+        """Steps whose evaluation has not ended: their checkpoints are kept until `judge`."""
         self._begun: Path | None = None
         """The folder that is being written to."""
         self._changing = threading.Lock()  # an evaluation may end while a checkpoint is written
@@ -230,10 +230,6 @@ class Saver:
         folder = await asyncio.to_thread(self.checkpoints.begin, self._progress.step)
         await self._ranks.call(RankApi.checkpoint, folder)
         self._writing = asyncio.ensure_future(self._commit(folder, copy.deepcopy(self._progress)))
-
-    def evaluating(self, step: int) -> None:
-        """Keep the checkpoint of a step, if there is one, until the step is `evaluated`."""
-        self.checkpoints.evaluating.add(step)
 
     def evaluated(self, step: int, accuracy: float | None) -> None:
         """Note the accuracy of a step, the current one or one that is over; None if it is not known."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayrft.core.placement import NAMESPACE
-from rayrft.errors import ClusterError
+from rayrft.errors import ClusterError, first_line
 from rayrft.registry import Lazy
 from rayrft.runtime import ray_api
 from rayrft.runtime.ray_api import ray
@@ -79,11 +79,10 @@ def _init(address: str, mode: str) -> Any:
     ray_api.Config.initialize("")
     _starting.own_group = True
     try:
-        return ray.init(
-            address=address, namespace=NAMESPACE, runtime_env=environment, log_to_driver=False, logging_level="ERROR"
-        )
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        return ray.init(address=address, namespace=NAMESPACE, runtime_env=environment, **quiet)
     except Exception as error:  # Ray raises many types, Exception itself among them
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = first_line(error)
         problem = f"Ray {'did not start' if address == 'local' else 'could not be joined'}: {reason.rstrip('.')}"
         field, value = "RAY_ADDRESS", address
         remedy = "see the files in ray/session_latest/logs of the temporary folder; if the machine is busy, try again"

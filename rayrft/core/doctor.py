@@ -19,7 +19,7 @@ import psutil
 from rayrft.config import RunConfig, load_config
 from rayrft.core.cluster import connect
 from rayrft.core.placement import Bundles, cluster_nodes, fitting_nodes
-from rayrft.core.shared_files import ask_nodes, ask_others, named_files
+from rayrft.core.shared_files import ask_nodes, ask_others, named_files, named_models
 from rayrft.data.models import find_model
 from rayrft.errors import ClusterError, ModelError
 from rayrft.markup import ReportTable
@@ -109,16 +109,12 @@ def doctor(config: str | Path | dict[str, Any] | RunConfig | None = None, **over
 
 def judge_files(config: RunConfig, nodes: list[str]) -> Iterator[Finding]:
     """Judge the files that a config names: on this machine, and whether the others of these nodes see them."""
-    models = {"model.path": config.model.path}
-    models |= {f"auxiliary.{name}.model": each.model for name, each in config.auxiliary.items()}
-    models |= {f"stages.{each.name}.teacher": each.teacher for each in config.stages}
-    for field, path in models.items():
-        if path is not None:
-            try:
-                yield Finding("ok", field, find_model(str(path), field))
-            except ModelError as error:
-                remedy = "Give a folder, or an id on the hub; without a network it must be in the hub's cache, HF_HOME"
-                yield Finding("fault", field, error.problem.rstrip("."), remedy)
+    for field, path in named_models(config).items():
+        try:
+            yield Finding("ok", field, find_model(path, field))
+        except ModelError as error:
+            remedy = "Give a folder, or an id on the hub; without a network it must be in the hub's cache, HF_HOME"
+            yield Finding("fault", field, error.problem.rstrip("."), remedy)
     folder = config.storage
     while not folder.exists():
         folder = folder.parent

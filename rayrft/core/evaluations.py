@@ -76,7 +76,7 @@ class Evaluations:
             return None
         if loaded:
             if other is None:
-                self.saving.evaluating(self._step)
+                self.saving.checkpoints.evaluating.add(self._step)
             self._running = asyncio.ensure_future(self._beside(stage, self._step, self.progress.stage_step, other))
         else:
             if not stage.groups:

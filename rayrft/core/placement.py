@@ -96,7 +96,7 @@ def check_placement(parts: list[Bundles], nodes: Sequence[ClusterNode], which: s
     The nodes' resources are those ``free`` or ``in all``. Ray does not report the free fraction per GPU: the best case
     is assumed, so `Placement.reserve` may still fail.
     """
-    need = _total(parts)
+    need, others = _total(parts), "stop other runs, or add nodes, for which placement.wait_s waits"
     for resource, keys in (
         ("CPU", "explorer.engine.count, explorer.engine.cpus, trainer.ranks or trainer.cpus"),
         ("GPU", "explorer.engine.count, explorer.engine.gpus, trainer.ranks or trainer.gpus"),
@@ -107,11 +107,7 @@ def check_placement(parts: list[Bundles], nodes: Sequence[ClusterNode], which: s
             scale, unit = (_GIB, " GiB") if resource == "memory" else (1, "")
             needed, there = (f"{amount / scale:.4g}{unit}" for amount in (need[resource], available))
             problem = f"the run needs {needed} {resource} and the cluster has {there} {which}: {_show_nodes(nodes)}"
-            raise PlacementError(
-                problem,
-                f"lower {keys}, stop other runs, or add nodes, for which placement.wait_s waits",
-                field="placement",
-            )
+            raise PlacementError(problem, f"lower {keys}, {others}", field="placement")
     left = [_Node(node) for node in nodes]
     for part in parts:
         placed = _place(part, left)
@@ -121,10 +117,7 @@ def check_placement(parts: list[Bundles], nodes: Sequence[ClusterNode], which: s
                 f"{placed} of {part.count} bundles of {part.name!r} fit on a node and GPU{labels} beside the groups "
                 f"before them: a bundle needs {_amounts(part.bundle)}, and there is left {_show_nodes(left)}"
             )
-            remedy = (
-                "lower the resources of one bundle, stop other runs, or add nodes, for which placement.wait_s waits"
-            )
-            raise PlacementError(problem, remedy, field="placement")
+            raise PlacementError(problem, f"lower the resources of one bundle, {others}", field="placement")
 
 
 def check_room(parts: list[Bundles], wait_s: float = 0.0, say: Callable[[str], None] = print) -> None:
@@ -254,9 +247,8 @@ class Placement:
                     for bundle in range(self._groups[name].bundle_count, self.count(name)):
                         self.extend(name, bundle)
                 return
-            groups = ", ".join(
-                f"{ready[each].name} ({ready[each].count} x {_amounts(ready[each].bundle)})" for each in waiting
-            )
+            late = [ready[each] for each in waiting]
+            groups = ", ".join(f"{each.name} ({each.count} x {_amounts(each.bundle)})" for each in late)
             nodes = _show_nodes(cluster_nodes(ray_api.available_resources_per_node()))
             if say is not None and timeout == _REPORTING_S:
                 say(f"waiting up to {seconds:g} s for room for {groups}; free: {nodes}")
@@ -295,16 +287,10 @@ class Placement:
             options["max_concurrency"] = 10_000  # calls of an async actor may wait for each other
         if restarts:
             options |= {"max_restarts": restarts, "max_task_retries": -1}
-        remote_class = ray.remote(cls).options(
-            num_cpus=resources["CPU"],
-            num_gpus=resources.get("GPU", 0),
-            memory=resources["memory"],
-            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                added or self._groups[part], placement_group_bundle_index=0 if added else bundle
-            ),
-            **options,
-        )
-        return PlacedClass(name or part, remote_class)
+        options |= {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), "memory": resources["memory"]}
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        where = strategy(added or self._groups[part], placement_group_bundle_index=0 if added else bundle)
+        return PlacedClass(name or part, ray.remote(cls).options(scheduling_strategy=where, **options))
 
     @property
     def nodes(self) -> set[str]:

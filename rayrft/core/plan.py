@@ -17,15 +17,7 @@ from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ConfigError, ModelError, PlacementError
 from rayrft.markup import ReportTable
 from rayrft.monitor.records import StepRecord, read_records
-from rayrft.trainer.memory import (
-    RankMemory,
-    Shape,
-    activation_bytes,
-    checkpoint_bytes,
-    rank_memory,
-    shape_of,
-    tower_bytes,
-)
+from rayrft.trainer import memory
 
 _GB = 1e9
 _USABLE = 0.95
@@ -175,28 +167,26 @@ def _checkpoint_gb(config: RunConfig, stage: StageConfig) -> float:
     made = config.folder / "model"
     if not config.trains or (config.model.path is None and not made.is_dir()):
         return 0.0
-    algorithm, shape = stage.algorithm.build(), shape_of(str(config.model.path or made))
+    algorithm, shape = stage.algorithm.build(), memory.shape_of(str(config.model.path or made))
     beside = {"reference": "reference" in algorithm.needs, "critic": "critic" in algorithm.needs}
-    return checkpoint_bytes(shape, config.trainer, **beside, reward_model=algorithm.trains_reward_model) / _GB
+    return memory.checkpoint_bytes(shape, config.trainer, **beside, reward_model=algorithm.trains_reward_model) / _GB
 
 
 def plan_memory(config: RunConfig, gpu_gb: float, *, activations: bool = True) -> list[PartMemory]:
     """Return the memory of the engines and ranks of a config on GPUs of so many GB (1e9 bytes), of ranks with
-    ``activations`` or without.
-
-    Raises ConfigError for a model that is made when the run starts, and ModelError for one that there is not.
-    """
+    ``activations`` or without. Raises ConfigError for a model that is made when the run starts, and ModelError for one
+    that there is not."""
     if config.model.path is None:
         if not (config.explorer.engine.gpus or config.trainer.gpus):
             return []
         raise ConfigError("the model is made when the run starts", "give model.path", field="model.path")
-    shape, half = shape_of(str(config.model.path)), config.model.dtype != "float32"
+    shape, half = memory.shape_of(str(config.model.path)), config.model.dtype != "float32"
     rank, engine, helpers, settings = None, None, list[PartMemory](), config.explorer.engine
     if config.rolls_out and settings.gpus:
         room, copies = settings.gpu_share * gpu_gb, settings.sleep + _keeps_copy(config)
         engine = _engine("engine", shape, settings, half, config.model.max_length, room, _buckets_gb(config), copies)
     if config.trains and config.trainer.gpus:
-        counted, room = activation_bytes(str(config.model.path)) if activations else 0.0, _USABLE * gpu_gb
+        counted, room = memory.activation_bytes(str(config.model.path)) if activations else 0.0, _USABLE * gpu_gb
         if engine and config.colocated:
             room -= _ASLEEP_GB if settings.sleep else _given(config, gpu_gb) or engine.total
         else:
@@ -206,7 +196,7 @@ def plan_memory(config: RunConfig, gpu_gb: float, *, activations: bool = True) -
             engine = _beside(engine, rank, config, gpu_gb)
     for name, each in config.auxiliary.items():
         if each.engine.gpus:
-            model, bits = shape_of(each.model, f"auxiliary.{name}.model"), each.dtype != "float32"
+            model, bits = memory.shape_of(each.model, f"auxiliary.{name}.model"), each.dtype != "float32"
             room = each.engine.gpu_share * gpu_gb
             helpers.append(_engine(f"auxiliary-{name}", model, each.engine, bits, each.max_length, room))
     return [each for each in (engine, *helpers, rank) if each]
@@ -270,7 +260,7 @@ def _keeps_copy(config: RunConfig) -> bool:
 
 def _engine(
     name: str,
-    shape: Shape,
+    shape: memory.Shape,
     config: EngineConfig,
     half: bool,
     length: int,
@@ -294,15 +284,17 @@ def _engine(
     return PartMemory(name, config.count, parts(config.tensor_parallel), room, remedy, host, reserved, token, length)
 
 
-def _rank(config: RunConfig, shape: Shape, half: bool, activation: float, room: float, gpu_gb: float) -> PartMemory:
+def _rank(
+    config: RunConfig, shape: memory.Shape, half: bool, activation: float, room: float, gpu_gb: float
+) -> PartMemory:
     trainer, needs = config.trainer, [stage.algorithm.build().needs for stage in config.stages]
     sampling = config.explorer.sampling  # all of a prompt may be images, and no token of an answer is one
     images = sampling.max_prompt_tokens / (sampling.max_prompt_tokens + sampling.max_tokens) if activation else 0.0
-    plain, checkpointed = tower_bytes(str(config.model.path)) if images else (0.0, 0.0)
-    teachers = [shape_of(each.teacher, f"stages.{each.name}.teacher") for each in config.stages if each.teacher]
+    plain, checkpointed = memory.tower_bytes(str(config.model.path)) if images else (0.0, 0.0)
+    teachers = [memory.shape_of(each.teacher, f"stages.{each.name}.teacher") for each in config.stages if each.teacher]
 
-    def of(settings: TrainerConfig) -> RankMemory:
-        return rank_memory(
+    def of(settings: TrainerConfig) -> memory.RankMemory:
+        return memory.rank_memory(
             shape,
             settings,
             half=half,
@@ -325,11 +317,9 @@ def _rank(config: RunConfig, shape: Shape, half: bool, activation: float, room: 
         host += kept.states + kept.gradients + kept.models
     host += _keeps_copy(config) * (2 if half else 4) * shape.parameters
     reserved = trainer.memory_gib * 2**30 / _GB
-    fitting = next(
-        (each for each in _other_settings(trainer) if of(trainer.model_copy(update=each)).total <= room * _GB), {}
-    )
-    knobs = " and ".join(f"trainer.{name}: {_shown(value)}" for name, value in fitting.items())
-    taken = of(trainer.model_copy(update=fitting)).total / _GB
+    others = ((each, of(trainer.model_copy(update=each)).total / _GB) for each in _other_settings(trainer))
+    fitting, taken = next((each for each in others if each[1] <= room), ({}, 0.0))
+    knobs = " and ".join(f"trainer.{name}: {str(value).lower()}" for name, value in fitting.items())
     remedy = f"{knobs} takes {taken:.1f} GB" if fitting else "train an adapter (trainer.lora), or a smaller model"
     return PartMemory("rank", trainer.ranks, parts, room, remedy, host / _GB, reserved)
 
@@ -342,7 +332,3 @@ def _other_settings(config: TrainerConfig) -> Iterator[dict[str, Any]]:
     for ranks in _RANKS:
         if ranks > config.ranks and ranks % config.replicas == 0:
             yield {"ranks": ranks, **checkpointing}
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -15,16 +15,8 @@ from rayrft.buffer.validation import Limits
 from rayrft.config import RunConfig
 from rayrft.config.serve import read_keys
 from rayrft.core.run_folder import check_log, check_same_tasks, open_folder
+from rayrft.data import models
 from rayrft.data.inputs import check_demonstrations, choose_probe, demonstrated_text, load_demonstrations, task_set_spec
-from rayrft.data.models import (
-    attention_cost,
-    check_auxiliary,
-    check_classifier,
-    check_length,
-    check_teacher,
-    find_model,
-    vocabulary_of,
-)
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
@@ -101,7 +93,7 @@ def prepare(
     ``engines`` has the auxiliary models for operators on its tasks; ``say`` receives what these did. Raises DataError,
     ModelError, ConfigError or StorageError. Requires a running Ray only for tasks from files.
     """
-    check_auxiliary(config.auxiliary)
+    models.check_auxiliary(config.auxiliary)
     check_run_options(config)
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
@@ -137,15 +129,15 @@ def prepare(
     model = _model(config, tasks)
     tokenizer = ChatTokenizer(model, template=config.model.template)
     _ = tokenizer.stop_ids  # read before the tokenizer is pickled: it takes an import, too
-    vocabulary, max_length = vocabulary_of(model), config.model.max_length
-    check_length(model, max_length, "model.max_length")
+    vocabulary, max_length = models.vocabulary_of(model), config.model.max_length
+    models.check_length(model, max_length, "model.max_length")
     if any(task.images for task in tasks):
         _ = tokenizer.images  # raises ModelError if the model takes none
     for stage in config.stages:
         if stage.teacher is not None:
-            check_teacher(stage.teacher, f"stages.{stage.name}.teacher", tokenizer, vocabulary)
+            models.check_teacher(stage.teacher, f"stages.{stage.name}.teacher", tokenizer, vocabulary)
         if stage.trains_reward_model:
-            check_classifier(model, stage.name)
+            models.check_classifier(model, stage.name)
     if config.rolls_out and splits.train and config.explorer.environment is None:
         notices += check_prompts(splits.train, tokenizer, workflows, config.explorer.sampling.max_prompt_tokens)
     notices += _check_calls(config, workflows, tokenizer)
@@ -167,7 +159,7 @@ def prepare(
         notices=(*_slow_models(config), *notices, *skipped),
         key_digests=keys,
         drop_equal=config.explorer.drop_zero_variance and all(each.zero_advantage_is_noop for each in learns),
-        attention=attention_cost(model),
+        attention=models.attention_cost(model),
     )
 
 
@@ -193,11 +185,8 @@ def _check_calls(config: RunConfig, workflows: Mapping[str | None, Workflow], to
 
 def _slow_models(config: RunConfig) -> tuple[str, ...]:
     """Return a notice for each model on GPUs that computes in float32."""
-    gpus = {
-        f"auxiliary.{name}.dtype": each.engine.gpus
-        for name, each in config.auxiliary.items()
-        if each.dtype == "float32"
-    }
+    exact = {name: each.engine.gpus for name, each in config.auxiliary.items() if each.dtype == "float32"}
+    gpus = {f"auxiliary.{name}.dtype": count for name, count in exact.items()}
     if config.model.dtype == "float32":
         gpus["model.dtype"] = max(config.explorer.engine.gpus * config.rolls_out, config.trainer.gpus * config.trains)
     slow = sorted(key for key, count in gpus.items() if count)
@@ -208,7 +197,7 @@ def _model(config: RunConfig, tasks: list[Task]) -> str:
     """Return the path or hub id of the model; create it first if it is a tiny one."""
     tiny = config.model.tiny
     if tiny is None:
-        return find_model(str(config.model.path), "model.path")
+        return models.find_model(str(config.model.path), "model.path")
     from rayrft.trainer.tiny import make_tiny_model
 
     folder = config.folder / "model"

@@ -33,7 +33,8 @@ def write_card(run_folder: Path, to: Path, step: int) -> None:
     plot = run_folder / "plot.png"
     if plot.exists():
         shutil.copy(plot, to / "plot.png")
-    names = list(dict.fromkeys(stage.algorithm.name for stage in stages))
+    steps = [(stage.name, stage.algorithm.name, str(taken[stage.name])) for stage in stages]
+    names = list(dict.fromkeys(name for _, name, _ in steps))
     adapter = (to / "adapter_config.json").exists()
     about = {
         "library_name": "peft" if adapter else "transformers",
@@ -45,11 +46,7 @@ def write_card(run_folder: Path, to: Path, step: int) -> None:
         about["base_model"] = base
     parts = [
         f"# {config.name}\n\nStep {step} of a run that trained {base or 'a tiny random model'} with rayrft.",
-        "## Stages\n\n"
-        + _table(
-            ("stage", "algorithm", "steps"),
-            [(stage.name, stage.algorithm.name, str(taken[stage.name])) for stage in stages],
-        ),
+        "## Stages\n\n" + _table(("stage", "algorithm", "steps"), steps),
         f"## Accuracy\n\n```\n{accuracy_table(records)}\n```" + ("\n\n![The run](plot.png)" if plot.exists() else ""),
         *([f"## Rows\n\nOf the whole run.\n\n{_ledger(rows.ledger)}"] if rows is not None else []),
         "## Versions\n\n" + ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version(name))),

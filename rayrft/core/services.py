@@ -20,15 +20,8 @@ from rayrft.config.serve import FeedbackConfig, HttpConfig, RewardServiceConfig,
 from rayrft.core.cluster import connect
 from rayrft.core.doctor import check_gpus, doctor
 from rayrft.core.follower import WeightFollower
+from rayrft.core.parts import engines
 from rayrft.core.parts.buffer import BUFFER
-from rayrft.core.parts.engines import (
-    EngineGroup,
-    auxiliary_bundles,
-    policy_bundles,
-    policy_model,
-    pool_bundles,
-    serve_engines,
-)
 from rayrft.core.parts.rewards import reward_replicas
 from rayrft.core.placement import NAMESPACE, Bundles, Placement, actor_name, check_room, show_plan
 from rayrft.core.plan import check_memory, plan
@@ -107,9 +100,7 @@ def serve_rewards(config: RewardServiceConfig, say: Callable[[str], None] = prin
 def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> OpenService:
     """Serve the policy of a run that trains on this or another cluster, with the weights that it writes as files; its
     ``config`` gives model, engines, endpoint and the address. Nothing is recorded. ``say`` receives the placement plan.
-
-    Raises a RayrftError if config or cluster are unsuitable, or no version can be loaded within ``monitor.stall_s``.
-    """
+    Raises a RayrftError if config or cluster are unsuitable, or no version can be loaded within ``monitor.stall_s``."""
     if config.weight_sync.backend != "files" or config.trainer.lora is not None:
         remedy = "follow a run with weight_sync.backend: files, and without trainer.lora"
         problem = "must be files, with whole weights"
@@ -125,7 +116,7 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
     from rayrft.endpoint.app import build_endpoint
     from rayrft.runtime.serving.applications import HttpApplication, Owner, delete_applications
 
-    plan = [*policy_bundles(config, "weights as files"), pool_bundles(2), _http_bundles(http)]
+    plan = [*engines.policy_bundles(config, "weights as files"), engines.pool_bundles(2), _http_bundles(http)]
     workers, stall_s = config.explorer.engine.tensor_parallel, config.monitor.stall_s
     say(show_plan(name, plan))
     gpu_gb = _prepare(plan, config.placement.wait_s, say)
@@ -134,9 +125,9 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
     with contextlib.ExitStack() as closing:
         closing.callback(placement.remove)
         placement.reserve([each.name for each in plan if not each.served], config.placement.wait_s, say)
-        group = EngineGroup.policy(placement, policy_model(config, path), replaced=True)
+        group = engines.EngineGroup.policy(placement, engines.policy_model(config, path), replaced=True)
         closing.callback(lambda: end(group.actors))
-        serve_engines([group], stall_s)
+        engines.serve_engines([group], stall_s)
         address, keep = config.transport_options["address"], config.weight_sync.kv_cache == "keep"
         placed = placement.actor(WeightFollower, "engine_pool", name="follower")
         follower = placed.create(address, keep, group, config.restarts)
@@ -244,7 +235,7 @@ def pipeline_engines(
     does not start."""
 
     @contextlib.asynccontextmanager
-    async def engines(names: Collection[str]) -> AsyncIterator[dict[str, AskedModel]]:
+    async def running(names: Collection[str]) -> AsyncIterator[dict[str, AskedModel]]:
         wanted = {name: config for name, config in models.items() if name in names}
         if not wanted:
             yield {}
@@ -254,22 +245,22 @@ def pipeline_engines(
             check_length(each.model, each.max_length, f"{name}.max_length")
             check_options(each.engine, f"{name}.engine", bounds=None)
         connect()
-        plan = [*auxiliary_bundles(wanted), pool_bundles(len(wanted))]
+        plan = [*engines.auxiliary_bundles(wanted), engines.pool_bundles(len(wanted))]
         say(show_plan(run, plan))
         check_room(plan, wait_s, say)
         check_gpus(plan, say)
-        placement, groups = Placement(run, plan), dict[str, EngineGroup]()
+        placement, groups = Placement(run, plan), dict[str, engines.EngineGroup]()
         try:
             placement.reserve([each.name for each in plan], wait_s, say)
-            groups |= EngineGroup.auxiliary(placement, wanted, seed)
-            await asyncio.to_thread(serve_engines, groups.values(), _START_S)
+            groups |= engines.EngineGroup.auxiliary(placement, wanted, seed)
+            await asyncio.to_thread(engines.serve_engines, groups.values(), _START_S)
             found = auxiliary_models(wanted, {name: group.pool for name, group in groups.items()})
             yield {name: AskedModel.on_engines(model, wanted[name]) for name, model in found.items()}
         finally:
             await asyncio.to_thread(end, [actor for group in groups.values() for actor in group.actors])
             placement.remove()
 
-    return engines
+    return running
 
 
 def pipeline_inputs(

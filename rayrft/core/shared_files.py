@@ -40,15 +40,19 @@ def check_storage(config: RunConfig) -> None:
             raise ConfigError(problem, remedy, field=field, value=str(folder))
 
 
-def named_files(config: RunConfig, images: Iterable[str] = ()) -> dict[str, list[str]]:
-    """Return the files and folders that actors read, and models on the hub by their ids, by the config's field."""
+def named_models(config: RunConfig) -> dict[str, str]:
+    """Return the models of a config, folders and ids on the hub, by their fields."""
     models = {"model.path": config.model.path}
     models |= {f"auxiliary.{name}.model": each.model for name, each in config.auxiliary.items()}
     models |= {f"stages.{each.name}.teacher": each.teacher for each in config.stages}
-    users: list[RewardPart | OperatorConfig] = [
-        part for each in config.reward.models.values() for part in each.scored_by
-    ]
-    users += [*config.pipelines.tasks, *config.pipelines.experiences, *config.pipelines.batch]
+    return {field: str(path) for field, path in models.items() if path}
+
+
+def named_files(config: RunConfig, images: Iterable[str] = ()) -> dict[str, list[str]]:
+    """Return the files and folders that actors read, and models on the hub by their ids, by the config's field."""
+    rewards = [part for each in config.reward.models.values() for part in each.scored_by]
+    operators = [*config.pipelines.tasks, *config.pipelines.experiences, *config.pipelines.batch]
+    users: list[RewardPart | OperatorConfig] = [*rewards, *operators]
     # Without a network find_model needs the main revision.
     loaded = [each.options.get("model") for each in users if each.name in _LOADERS and "revision" not in each.options]
     folders = [Path(path).expanduser() for path in loaded if path]
@@ -57,7 +61,7 @@ def named_files(config: RunConfig, images: Iterable[str] = ()) -> dict[str, list
         "weight_sync.files.address": [config.weight_sync.files.address],
         "images of tasks": [*dict.fromkeys(images)][:_IMAGES],
     }
-    named = {field: [str(path)] for field, path in models.items() if path}
+    named = {field: [path] for field, path in named_models(config).items()}
     named["models of rewards and operators"] = [str(path.absolute() if path.is_dir() else path) for path in folders]
     named |= {field: [str(path) for path in paths if path and Path(path).exists()] for field, paths in files.items()}
     return {field: paths for field, paths in named.items() if paths}
@@ -124,10 +128,7 @@ def _on(names: set[str]) -> str:
 
 def ask_nodes(nodes: Iterable[str], function: Callable[..., T], *arguments: Any) -> dict[str, T]:
     """Return a function's answer on each node, given by id, by the nodes' names; nodes that are lost meanwhile are
-    missing.
-
-    Raises ClusterError if a node cannot run it.
-    """
+    missing. Raises ClusterError if a node cannot run it."""
     names = {node.id: node.name for node in cluster_nodes(ray_api.total_resources_per_node())}
     asked = {node: _ask(node, function, arguments) for node in nodes}
     ready, _ = ray.wait([*asked.values()], num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])

@@ -144,10 +144,7 @@ class StallMonitor:
 def quiet_waits(own: Iterable[WaitReport], parts: Mapping[str, WaitReport]) -> list[Wait]:
     """Return all waits, root causes first. Progress of the target counts as progress of the wait."""
     waits = (wait for report in (*parts.values(), *own) for wait in report.waits)
-    updated = [
-        replace(wait, quiet_s=min(wait.quiet_s, parts[wait.target].quiet_s)) if wait.target in parts else wait
-        for wait in waits
-    ]
+    updated = [replace(w, quiet_s=min(w.quiet_s, parts[w.target].quiet_s)) if w.target in parts else w for w in waits]
     return sorted(updated, key=lambda wait: wait.target in parts)
 
 
@@ -174,10 +171,8 @@ class Stopped(Exception):
 
 
 async def supervise(main: Coroutine[Any, Any, T], watches: dict[str, Awaitable[Any]]) -> T:
-    """Run ``main`` while watching actors. A watch is a call that ends only when its actor fails.
-
-    Raises the root cause: the death of an actor if there is one, else the error of ``main``.
-    """
+    """Run ``main`` while watching actors. A watch is a call that ends only when its actor fails. Raises the root cause:
+    the death of an actor if there is one, else the error of ``main``."""
     work = asyncio.ensure_future(main)
     watching = {asyncio.ensure_future(_watch(name, watch)) for name, watch in watches.items()}
     try:

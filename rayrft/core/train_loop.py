@@ -43,7 +43,6 @@ from rayrft.weights.messages import SyncReport
 
 R = TypeVar("R")
 
-
 _ATTEMPTS = 5
 """Times that the batch of a step is leased again when blocks of it were lost, as when the Buffer died."""
 _BLAME_DEADLINE_S = 5.0

@@ -218,9 +218,7 @@ class WeightSync:
                 plugins=tuple(map(str, config.plugins)),
                 options=config.transport_options,
             )
-            connecting = [
-                engine.call(RolloutEngine.connect, link, index * workers) for index, engine in enumerate(engines)
-            ]
+            connecting = [each.call(RolloutEngine.connect, link, i * workers) for i, each in enumerate(engines)]
             problem, *_ = await _all(self._ranks.call(RankApi.connect, link), *connecting)
             _check_link(problem[0])
 

@@ -6,12 +6,12 @@ nearly touch are written as one, so that the file grows with the steps of a run 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,14 @@ class Trace:
         self._writes = False
         """Whether a write is scheduled, or running."""
 
-    def on(self, lane: str, name: str, count: int = 1) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def on(self, lane: str, name: str, count: int = 1) -> Iterator[None]:
         """Record ``count`` activities of this name inside, in the lane of what is busy or waited for."""
-        return _Recording(self, lane, name, count)
+        self.begin(lane, name, count)
+        try:
+            yield
+        finally:
+            self.end(lane, name, count)
 
     def begin(self, lane: str, name: str, count: int = 1) -> None:
         """Record that activities begin; `end` must follow."""
@@ -146,16 +151,3 @@ class Trace:
             self._writes = False
             if self._file is not None and (self._activities or self._spans):
                 self._schedule()
-
-
-class _Recording(AbstractContextManager[None]):
-    """The context of activities."""
-
-    def __init__(self, trace: Trace, lane: str, name: str, count: int) -> None:
-        self._trace, self._what = trace, (lane, name, count)
-
-    def __enter__(self) -> None:
-        self._trace.begin(*self._what)
-
-    def __exit__(self, *_: object) -> None:
-        self._trace.end(*self._what)

@@ -71,8 +71,8 @@ class WaitReport:
 @dataclass
 class _Target:
     internal: bool
-    waits: dict[int, tuple[float, str | Callable[[], str]]] = field(default_factory=dict)
-    """By number, the oldest first: when each began, and what for."""
+    waits: dict[_OpenWait, float] = field(default_factory=dict)
+    """When each began, the oldest first."""
     progressed: float = 0.0
 
 
@@ -84,7 +84,6 @@ class Waits:
         self.trace = trace or Trace()
         self._waiter, self._rooms = waiter, rooms
         self._targets: dict[str, _Target] = {}
-        self._number = 0
         self._progressed = time.monotonic()
 
     def on(
@@ -94,20 +93,22 @@ class Waits:
         in turn, so that anything the actor receives counts as progress. ``name``: that of the activity in the trace."""
         return _OpenWait(self, target, what, internal, name)
 
-    def begin(self, target: str, what: str | Callable[[], str], *, internal: bool = False) -> int:
-        """Begin a wait; return its number, for `end`."""
-        self._number += 1
-        if (entry := self._targets.get(target)) is None:
-            entry = self._targets[target] = _Target(internal)
-        entry.waits[self._number] = time.monotonic(), what
-        return self._number
+    def begin(self, wait: _OpenWait) -> None:
+        """Begin a wait."""
+        if (entry := self._targets.get(wait.target)) is None:
+            entry = self._targets[wait.target] = _Target(wait.internal)
+        entry.waits[wait] = time.monotonic()
+        if wait.name:
+            self.trace.begin(wait.target, wait.name)
 
-    def end(self, target: str, number: int) -> None:
+    def end(self, wait: _OpenWait) -> None:
         """End a wait, by a result or a failure; both count as progress of the target."""
-        del self._targets[target].waits[number]
-        self.progressed(target)
-        if not self._targets[target].waits:
-            del self._targets[target]
+        del self._targets[wait.target].waits[wait]
+        self.progressed(wait.target)
+        if not self._targets[wait.target].waits:
+            del self._targets[wait.target]
+        if wait.name:
+            self.trace.end(wait.target, wait.name)
 
     def progressed(self, target: str) -> None:
         """Record progress of the target that does not end a wait."""
@@ -119,31 +120,27 @@ class Waits:
         """Return the current waits, internal ones last."""
         now, waits = time.monotonic(), []
         for target, entry in sorted(self._targets.items(), key=lambda item: item[1].internal):
-            began, what = next(iter(entry.waits.values()))
+            oldest, began = next(iter(entry.waits.items()))
             latest = max(began, entry.progressed, self._progressed if entry.internal else 0.0)
-            text = what if isinstance(what, str) else what()
+            text = oldest.what if isinstance(oldest.what, str) else oldest.what()
             waits.append(Wait(self._waiter, target, text, len(entry.waits), now - latest))
         for file, (since, why) in [*Room.waits.items()] if self._rooms else []:
             waits.append(Wait(self._waiter, ROOM, f"{file}: {why}; free space to continue", 1, now - since))
         return WaitReport(waits, now - self._progressed)
 
 
+@dataclass(eq=False)
 class _OpenWait(AbstractContextManager[None]):
     """The context of a wait: a class, which costs less than a generator, as every group has dozens."""
 
-    def __init__(self, waits: Waits, target: str, what: str | Callable[[], str], internal: bool, name: str) -> None:
-        self._waits = waits
-        self._name = name
-        self._target = target
-        self._what = what
-        self._internal = internal
+    waits: Waits
+    target: str
+    what: str | Callable[[], str]
+    internal: bool
+    name: str
 
     def __enter__(self) -> None:
-        self._number = self._waits.begin(self._target, self._what, internal=self._internal)
-        if self._name:
-            self._waits.trace.begin(self._target, self._name)
+        self.waits.begin(self)
 
     def __exit__(self, *_: object) -> None:
-        self._waits.end(self._target, self._number)
-        if self._name:
-            self._waits.trace.end(self._target, self._name)
+        self.waits.end(self)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -115,23 +116,15 @@ class BatchPipeline:
         self._failures = 0
         _, problem = self._log.add(worked.outcomes)
         units = _units(together, block, kept, ray.put(pack(block.select(SCHEMA.names).cast(SCHEMA))))
-        usual = sum(unit.rows for units_ in units for unit in units_ if unit.group[1])
-        return ProcessedLease(
-            replace(
-                lease,
-                shares=deal(units, len(lease.shares), lease.attention),
-                usual_rows=usual,
-                expert_rows=sum(unit.rows for units_ in units for unit in units_) - usual,
-            ),
-            self._log.take(),
-            problem,
-        )
+        shares = deal(units, len(lease.shares), lease.attention)
+        usual = sum(unit.rows for unit in chain(*units) if unit.group[1])
+        expert = sum(unit.rows for unit in chain(*units) if not unit.group[1])
+        dealt = replace(lease, shares=shares, usual_rows=usual, expert_rows=expert)
+        return ProcessedLease(dealt, self._log.take(), problem)
 
     def _settle(self, worked: GroupResult, given: pa.RecordBatch) -> tuple[pa.RecordBatch, np.ndarray]:
         """Return all rows of the batch, the kept ones as operators have changed them, and whether each is trained.
-
-        Raises OperatorFailed if the operators return an invalid batch, or no row to train.
-        """
+        Raises OperatorFailed if the operators return an invalid batch, or no row to train."""
         places, stayed = np.array(worked.kept, np.int64), given.take(pa.array(worked.kept, pa.int64()))
         if worked.made is not None:
             raise self._log.wrong("operators returned a row that is not in the batch")

@@ -24,15 +24,10 @@ from rayrft.trainer.packing import Packing, common_prefix, on_device, shared_pre
 _SHARED = 16
 """Activation memory of a computed token over the key-value memory of a token whose state belongs to another row."""
 
-_SCORED = (
-    *("experience_id", "group_id", "token_ids", "action_mask"),
-    *("reward", "reward_components", "greedy_reward", "metrics"),
-)
+_SCORED = ["experience_id", "group_id", "token_ids", "action_mask", "reward", "reward_components"]
+_SCORED += ["greedy_reward", "metrics"]
 """Columns that advantages are computed from."""
-_TAKEN = [
-    *("source", "reward", "pair_id", "chosen", "margin", "images"),
-    *("group_id", "experience_id", "stop_reason"),
-]
+_TAKEN = ["source", "reward", "pair_id", "chosen", "margin", "images", "group_id", "experience_id", "stop_reason"]
 """Other columns of a trained row."""
 _NONE = np.empty(0, np.float32)
 
@@ -113,9 +108,8 @@ def read_rows(batch: pa.RecordBatch, part: BlockRows, algorithm: Algorithm, *, s
 
     ``start`` is the index of the first row in the rank's share. A pair's number is the index of its first side.
     """
-    tokens, masks, logprobs = (
-        list_column(batch.column(name), part.rows) for name in ("token_ids", "action_mask", "logprobs")
-    )
+    columns = (batch.column(name) for name in ("token_ids", "action_mask", "logprobs"))
+    tokens, masks, logprobs = (list_column(column, part.rows) for column in columns)
     by_critic = algorithm.advantage_is_by_token
     taken = batch.select([*_TAKEN, "metrics"] if by_critic else _TAKEN).take(pa.array(part.rows)).to_pylist()
     advantages = _advantages(batch, part.groups, algorithm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from traceback import walk_tb
 from types import TracebackType
 
 import torch
@@ -107,9 +108,8 @@ def device_failed(
 def _phase(error: BaseException) -> tuple[str, Collection[str], int]:
     """Return the phase in which an error was raised, by the innermost frame that belongs to one, with its tokens; the
     parts of memory that it holds; and the bytes of a bucket while weights are sent, else 0."""
-    bucket, tokens, traceback, found = 0, 0, error.__traceback__, ("a call", _PASS)
-    while traceback is not None:
-        frame, traceback = traceback.tb_frame, traceback.tb_next
+    bucket, tokens, found = 0, 0, ("a call", _PASS)
+    for frame, _ in walk_tb(error.__traceback__):
         module, batch = frame.f_globals.get("__name__", ""), frame.f_locals.get("batch")
         found = next((each for name, each in _PHASES.items() if module.startswith(name)), found)
         tokens = batch.token_ids.numel() if isinstance(batch, MicroBatch) else tokens
@@ -148,7 +148,5 @@ def _pending() -> str:
 
 def _is_peer_failure(traceback: TracebackType | None) -> bool:
     """Return whether the error was raised by communication between ranks."""
-    name = ""
-    while traceback is not None:
-        name, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next
-    return name.startswith("torch.distributed")
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(traceback)]
+    return bool(modules) and modules[-1].startswith("torch.distributed")

@@ -132,18 +132,13 @@ class Checkpointer:
         states.set_model_state_dict(policy, state[_POLICY], options=_TRAINED_ONLY)
 
     def load(self, learner: Learner, folder: Path) -> None:
-        """Load all state of the open stage: weights, optimisers, schedules, reference.
-
-        Raises ModelError for the checkpoint of another model, and StorageError if a file is missing or cannot be read.
-        """
+        """Load all state of the open stage: weights, optimisers, schedules, reference. Raises ModelError for the
+        checkpoint of another model, and StorageError if a file is missing or cannot be read."""
         self._rebase(learner.policy, folder)
         with _typed_errors(folder):
             names = _Reader(str(folder)).read_metadata().state_dict_metadata
         if learner.moments == "8bit" and not any(name.startswith(f"{learner.rng.name}.") for name in names):
-            problem, remedy = (
-                "8-bit moments are not divided among other ranks",
-                "give as many trainer.ranks as it had",
-            )
+            problem, remedy = "8-bit moments are not divided among other ranks", "give as many trainer.ranks as it had"
             raise ModelError(problem, remedy, field="trainer.moments", value=str(folder))
         state = checkpoint_state(learner, folder, set(names))
         _read(state, folder, process_group=self.group)
@@ -157,9 +152,7 @@ class Checkpointer:
         """With an adapter, load the frozen weights that the checkpoint's adapter was trained on."""
         if policy.lora is None:
             return
-        state: _State = {"base": ""}
-        _read(state, folder, process_group=self.group)
-        base = _resolve(state["base"], folder) or policy.lora.origin
+        base = read_base(folder, process_group=self.group) or policy.lora.origin
         if base != policy.lora.base:
             load_hf(policy, base)
 
@@ -172,21 +165,17 @@ def to_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def read_base(folder: Path) -> str:
-    """Return the folder of the frozen weights under a checkpoint's adapter; empty if they are the run's model.
-
-    Raises as `Checkpointer.load` does.
-    """
+def read_base(folder: Path, **how: Any) -> str:
+    """Return the folder of the frozen weights under a checkpoint's adapter; empty if they are the run's model. ``how``
+    are options of torch's `load`. Raises as `Checkpointer.load` does."""
     state = {"base": ""}
-    _read(state, folder, no_dist=True)
-    return _resolve(state["base"], folder)
+    _read(state, folder, **how)
+    return os.path.normpath(folder.parent / state["base"]) if state["base"] else ""
 
 
 def load_weights(folder: Path, model: Policy | RewardClassifier) -> None:
-    """Fill the trainable parameters of a model from a checkpoint, without a process group.
-
-    Raises as `Checkpointer.load` does.
-    """
+    """Fill the trainable parameters of a model from a checkpoint, without a process group. Raises as
+    `Checkpointer.load` does."""
     trained = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
     _read({_POLICY if isinstance(model, Policy) else _REWARD_MODEL: trained}, folder, no_dist=True)
 
@@ -200,7 +189,7 @@ def export_checkpoint(
     ``model`` is the run's original model. An adapter is ``merged`` into the weights, or written in peft format.
     """
     lora, tokenizer = config.trainer.lora, ChatTokenizer(model, template=config.model.template)
-    base = (lora is not None and read_base(checkpoint)) or model
+    base = (lora is not None and read_base(checkpoint, no_dist=True)) or model
     policy, dtype = load_policy(base), getattr(torch, config.model.dtype)
     if lora is not None:
         compute = dtype if lora.frozen == "nf4" else torch.float32
@@ -226,13 +215,10 @@ def _typed_errors(folder: Path) -> Iterator[None]:
         yield
     except (CheckpointException, OSError, EOFError, pickle.UnpicklingError) as error:
         cause, line = _cause(error), _one_line(error)
-        if "Missing key in checkpoint" in str(cause):
-            problem = f"the checkpoint lacks parameters of the model: {line}"
-            remedy = "resume with the model, adapter and algorithm that the run began with"
-            raise ModelError(problem, remedy, field="model", value=str(folder)) from None
-        if "ize mismatch" in str(cause):
-            problem = f"the checkpoint does not fit the model: {line}"
-            remedy = "resume with the model that the run began with"
+        lacks = "Missing key in checkpoint" in str(cause)
+        if lacks or "ize mismatch" in str(cause):
+            problem = f"the checkpoint {'lacks parameters of' if lacks else 'does not fit'} the model: {line}"
+            remedy = f"resume with the model{', adapter and algorithm' if lacks else ''} that the run began with"
             raise ModelError(problem, remedy, field="model", value=str(folder)) from None
         problem = f"the checkpoint cannot be read: {line}"
         if isinstance(cause, FileNotFoundError):
@@ -274,10 +260,6 @@ def _trained(model: nn.Module) -> _State:
     """Return the trainable parameters, sharded as they are."""
     trained = {name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.requires_grad}
     return {name: tensor for name, tensor in states.get_model_state_dict(model).items() if name in trained}
-
-
-def _resolve(base: str, folder: Path) -> str:
-    return os.path.normpath(folder.parent / base) if base else ""
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -112,9 +112,8 @@ class _Head(torch.autograd.Function):
 def head_logits(hidden: Tensor, weight: Tensor, temperature: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Compute ``[T, V]`` logits. On a GPU half-precision products keep their float32 accumulators: rounded to bfloat16,
     a logit of 16 is off by up to 1/16 nat, which is most of the gap between engine and trainer."""
-    logits = (
-        torch.mm(hidden, weight.T, out_dtype=dtype) if hidden.is_cuda and hidden.dtype != dtype else hidden @ weight.T
-    )
+    rounds = hidden.is_cuda and hidden.dtype != dtype
+    logits = torch.mm(hidden, weight.T, out_dtype=dtype) if rounds else hidden @ weight.T
     return logits if temperature is None else logits.to(dtype).div_(temperature[:, None])
 
 

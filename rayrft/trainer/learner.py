@@ -147,10 +147,8 @@ class Learner:
             del self.optimizer
 
     def step(self, mini_batches: list[list[TrainRow]]) -> StepResult:
-        """Train on this rank's rows of the mini-batches, for the stage's number of epochs.
-
-        Raises NotFinite for such a loss or gradient, unless such updates are skipped.
-        """
+        """Train on this rank's rows of the mini-batches, for the stage's number of epochs. Raises NotFinite for such a
+        loss or gradient, unless such updates are skipped."""
         with self.phase("micro-batches"):
             batches = self.make_micro_batches(mini_batches)
             over = self.count_denominators(batches)
@@ -169,9 +167,8 @@ class Learner:
         own = [row for rows in mini_batches for row in rows if not row.expert]
         rewards = [row.reward for row in own if row.reward is not None]
         result = StepResult.of(updates, self.algorithm, epochs, errors, rewards, self._widest_gap)
-        self._coefficients = self._coefficients.update(
-            kl=result.metrics.kl, entropy=result.metrics.entropy, sequences=sequences
-        )
+        kl, entropy = result.metrics.kl, result.metrics.entropy
+        self._coefficients = self._coefficients.update(kl=kl, entropy=entropy, sequences=sequences)
         return result
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -272,9 +269,8 @@ class Learner:
         if self.critic is not None:
             bootstraps = bool(self.algorithm.coefficients.get("bootstrap_truncated"))
             batches = with_values(batches, self.critic, final=bootstraps)
-        batches = each_micro(
-            batches, lambda micro: replace(micro, tokens=self.algorithm.token_advantages(micro.tokens))
-        )
+        advantages = self.algorithm.token_advantages
+        batches = each_micro(batches, lambda micro: replace(micro, tokens=advantages(micro.tokens)))
         if self.algorithm.normalise_advantages:
             by = self.algorithm.normalise_by
             sums = sum_moments((micro.tokens for batch in batches for micro in batch), self._device, by)

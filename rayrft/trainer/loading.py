@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -68,11 +68,8 @@ def shard(
     ``cpu_offload``: parameters, gradients and optimiser state are kept in CPU memory while unused. ``experts``: the
     mesh over which those of each layer are spread (see `TrainerConfig.expert_parallel`).
     """
-    precision = (
-        fsdp.MixedPrecisionPolicy()
-        if compute == torch.float32
-        else fsdp.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    )
+    mixed = compute != torch.float32
+    precision = fsdp.MixedPrecisionPolicy(compute if mixed else None, torch.float32 if mixed else None)
     offload = fsdp.CPUOffloadPolicy() if cpu_offload else fsdp.OffloadPolicy()
     if experts is not None:
         for module in _spread(policy.model, experts):
@@ -177,12 +174,7 @@ class Loader:
         self._paths: dict[str, FastPaths] = {}
 
     def load(
-        self,
-        path: str,
-        kind: Callable[[Policy], Sharded],
-        *,
-        field: str = "model.path",
-        frozen: bool = False,
+        self, path: str, kind: Callable[[Policy], Sharded], *, field: str = "model.path", frozen: bool = False
     ) -> Sharded:
         """Load the run's model, or one of its kind, as ``kind`` makes it of a policy; with the run's adapter, unless it
         is ``frozen``. Master weights are in float32, frozen ones in the compute dtype. Raises as `load_policy` does."""
@@ -344,7 +336,7 @@ def _tensors(files: list[str], opened: contextlib.ExitStack) -> dict[str, Any]:
     return tensors
 
 
-def _wrapped(layers: frozenset[str], prefix: str) -> Any:
+def _wrapped(layers: Collection[str], prefix: str) -> Any:
     """Return the renaming of weights in files to those of layers that have an adapter."""
     from transformers.core_model_loading import WeightRenaming
 

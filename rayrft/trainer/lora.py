@@ -34,10 +34,8 @@ class Lora:
     """
 
     def __init__(self, model: Any, config: LoraConfig, *, origin: str, compute: torch.dtype, seed: int) -> None:
-        """Inject the adapter. ``origin`` is the folder or hub id that the model was loaded from.
-
-        Raises ConfigError if a target is not a linear layer of the decoder, or not as wide as blocks of 4 bits need.
-        """
+        """Inject the adapter. ``origin`` is the folder or hub id that the model was loaded from. Raises ConfigError if
+        a target is not a linear layer of the decoder, or not as wide as blocks of 4 bits need."""
         self._config, self._seed = config, seed
         self.origin = self.base = origin
         """``base``: where the present frozen weights come from."""
@@ -56,15 +54,13 @@ class Lora:
             inject_adapter_in_model(self.peft_config, model)
         except ValueError:
             raise _no_target(config.targets) from None
-        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+        self.layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+        """The layers that have an adapter, by their names in the model."""
         head = model.get_output_embeddings()
-        invalid = [
-            name
-            for name, layer in self._layers.items()
-            if not isinstance(layer.get_base_layer(), nn.Linear) or layer is head
-        ]
+        bases = {name: layer.get_base_layer() for name, layer in self.layers.items() if layer is not head}
+        invalid = [name for name in self.layers if not isinstance(bases.get(name), nn.Linear)]
         named = [] if isinstance(config.targets, str) else config.targets
-        invalid += [target for target in named if not any(f".{name}".endswith(f".{target}") for name in self._layers)]
+        invalid += [target for target in named if not any(f".{name}".endswith(f".{target}") for name in self.layers)]
         if invalid:
             raise _no_target(invalid[0])
         parameters = dict(model.named_parameters())
@@ -74,7 +70,7 @@ class Lora:
         for name, factor in self.initial_factors().items():
             parameters[name].data = factor.to(parameters[name].device)
         if config.frozen == "nf4":
-            for name, layer in self._layers.items():
+            for name, layer in self.layers.items():
                 if layer.in_features % BLOCK:
                     problem = f"needs layers of a multiple of {BLOCK} inputs, and {name} has {layer.in_features}"
                     remedy = "set it to dtype, or name other targets"
@@ -89,16 +85,11 @@ class Lora:
     def adapter(self) -> Adapter:
         return Adapter(self.base, self._config.alpha / self._config.rank, self._config.frozen)
 
-    @property
-    def layers(self) -> frozenset[str]:
-        """The names of the layers in the model that have an adapter."""
-        return frozenset(self._layers)
-
     def initial_factors(self) -> dict[str, Tensor]:
         """Return an adapter without effect, by parameter: A as peft initialises it, B zero."""
         generator = torch.Generator().manual_seed(self._seed)
         factors = {}
-        for name, layer in self._layers.items():
+        for name, layer in self.layers.items():
             dtype = torch.promote_types(layer.get_base_layer().weight.dtype, torch.float32)
             a = torch.empty(self._config.rank, layer.in_features, dtype=dtype)
             factors[f"{name}.lora_A.{_NAME}.weight"] = nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
@@ -125,7 +116,7 @@ class Lora:
 
     def _multiply(self, factor: float) -> None:
         # Not peft's own switch: it changes requires_grad, which FSDP reads only when it shards.
-        for layer in self._layers.values():
+        for layer in self.layers.values():
             layer.set_scale(_NAME, factor)
 
 

@@ -89,37 +89,35 @@ def shape_of(path: str, field: str = "model.path") -> Shape:
 
 
 @cache
-def activation_bytes(path: str, field: str = "model.path") -> float:
-    """Return the bytes that a layer of a model keeps of a token for the backward pass, in half precision.
-
-    Raises ModelError if there is no such model, or if its layers cannot be run without memory.
-    """
-    config, auto = _kind(path, field)
+def activation_bytes(path: str) -> float:
+    """Return the bytes that a layer of a model keeps of a token for the backward pass, in half precision. Raises
+    ModelError if there is no such model, or if its layers cannot be run without memory."""
+    config, auto = _kind(path)
     try:
         one, two = (_saved_bytes(config, auto, count) for count in (1, 2))
     except Exception as error:  # architectures fail in many ways on inputs that they are not made for
-        raise _uncounted(error, path, field) from None
+        raise _uncounted(error, path) from None
     return (two - one) / _TOKENS
 
 
 @cache
-def tower_bytes(path: str, field: str = "model.path") -> tuple[float, float]:
+def tower_bytes(path: str) -> tuple[float, float]:
     """Return the bytes that the vision tower of a model keeps of an image token for the backward pass, in half
     precision, without gradient checkpointing and with it; zeros for a model of texts. Raises as `activation_bytes`."""
-    config, auto = _kind(path, field)
+    config, auto = _kind(path)
     if not takes_images(path):
         return 0.0, 0.0
     try:
         depth, tokens = config.vision_config.depth, _TOKENS / config.vision_config.spatial_merge_size**2
         (one, state), (two, _) = (_tower_bytes(config, auto, count) for count in (1, 2))
     except Exception as error:  # as above
-        raise _uncounted(error, path, field) from None
+        raise _uncounted(error, path) from None
     return (one + (depth - 1) * (two - one)) / tokens, (one + depth * state) / tokens
 
 
-def _uncounted(error: Exception, path: str, field: str) -> ModelError:
+def _uncounted(error: Exception, path: str) -> ModelError:
     problem = f"activations cannot be counted without memory: {first_line(error)}"
-    return ModelError(problem, "measure them by one step of a run", field=field, value=path)
+    return ModelError(problem, "measure them by one step of a run", field="model.path", value=path)
 
 
 def memory_savings(
@@ -128,12 +126,11 @@ def memory_savings(
     parts: Collection[str],
     *,
     half: bool,
-    reference: bool = False,
-    critic: bool = False,
     teacher: str | None = None,
+    **beside: Any,
 ) -> list[tuple[str, float]]:
     """Return changes of the config with the bytes by which each lowers ``parts`` of the memory of a rank, the largest
-    first; nothing if the activations of the model cannot be counted."""
+    first; nothing if the activations of the model cannot be counted. ``beside``: ``reference`` and ``critic``."""
     try:
         shape, activation = shape_of(path), activation_bytes(path)
         teaches = shape_of(teacher) if teacher else None
@@ -148,8 +145,8 @@ def memory_savings(
         f"lower trainer.head_chunk to {chunk}": {"head_chunk": chunk},
         "set trainer.accumulate: sharded": {"accumulate": "sharded"},
         f"raise trainer.ranks to {ranks}": {"ranks": ranks},
+        "set trainer.moments: 8bit (package torchao)": {"moments": "8bit"},
     }
-    changes["set trainer.moments: 8bit (package torchao)"] = {"moments": "8bit"}
     if config.lora is not None:
         changes["set trainer.lora.frozen: nf4"] = {"lora": config.lora.model_copy(update={"frozen": "nf4"})}
     if config.replicas == 1:
@@ -158,31 +155,21 @@ def memory_savings(
         changes["set trainer.cpu_offload: true"] = {"cpu_offload": True}
 
     def total(change: dict[str, Any]) -> float:
-        settings = config.model_copy(update=change)
-        memory = rank_memory(
-            shape,
-            settings,
-            half=half,
-            activation=activation,
-            reference=reference,
-            critic=critic,
-            teacher=teaches,
-            gpu_bytes=gpu_bytes,
-        )
+        settings, models = config.model_copy(update=change), {"teacher": teaches, **beside}
+        memory = rank_memory(shape, settings, half=half, activation=activation, gpu_bytes=gpu_bytes, **models)
         return sum(getattr(memory, part) for part in parts)
 
     saved = [(text, total({}) - total(change)) for text, change in changes.items()]
     return sorted((each for each in saved if each[1] > 0), key=lambda each: -each[1])
 
 
-def _kind(path: str, field: str) -> tuple[Any, Any]:
+def _kind(path: str, field: str = "model.path") -> tuple[Any, Any]:
     """Return a model's config, and the auto class of transformers that makes it."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
-        return AutoConfig.from_pretrained(path), AutoModelForImageTextToText if takes_images(
-            path
-        ) else AutoModelForCausalLM
+        auto = AutoModelForImageTextToText if takes_images(path) else AutoModelForCausalLM
+        return AutoConfig.from_pretrained(path), auto
     except (OSError, ValueError) as error:
         remedy = "give a folder in Hugging Face format, or the id of a model on the hub"
         raise ModelError(f"no model: {first_line(error)}", remedy, field=field, value=path) from None
@@ -214,10 +201,9 @@ def rank_memory(
     kept = compute * shape.hidden if config.gradient_checkpointing else of_layer
     activations = tokens * (shape.layers * kept + config.gradient_checkpointing * of_layer)
     activations += tokens * tower[config.gradient_checkpointing] * compute / 2
-    models = (_GRADIENT * trained if reference and not adapter else 0) + (
-        compute * teacher.parameters if teacher else 0
-    )
     state = _WEIGHT + _MOMENTS[config.moments]
+    models = _GRADIENT * trained if reference and not adapter else 0
+    models += compute * teacher.parameters if teacher else 0
     models += (state + _GRADIENT) * trained if critic else 0
     logits = LOGITS * 4 * (config.head_chunk or chunk_tokens(shape.vocabulary, gpu_bytes)) * shape.vocabulary
     on_gpu = 0 if config.cpu_offload else 1
@@ -251,7 +237,7 @@ def _shape(model: Any) -> Shape:
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     sizes = [_numbers(layer) for layer in layers]
-    experts = [sum(map(_numbers, filter(_has_experts, layer.modules()))) for layer in layers]
+    spread = [[each for each in layer.modules() if hasattr(each, "_is_expert_parallel")] for layer in layers]
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     linear = [each for each in model.base_model.modules() if isinstance(each, nn.Linear)]
@@ -259,7 +245,7 @@ def _shape(model: Any) -> Shape:
         parameters=_numbers(model),
         root=_numbers(model) - sum(sizes),
         layer=max(sizes, default=0),
-        experts=max(experts, default=0) if sends_tokens(model) else 0,
+        experts=max((sum(map(_numbers, each)) for each in spread), default=0) if sends_tokens(model) else 0,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
@@ -268,10 +254,6 @@ def _shape(model: Any) -> Shape:
         widest=max((each.weight.numel() for each in linear), default=0),
         kv_numbers=2 * text.num_hidden_layers * heads * width,
     )
-
-
-def _has_experts(module: nn.Module) -> bool:
-    return hasattr(module, "_is_expert_parallel")
 
 
 def _numbers(module: nn.Module) -> int:

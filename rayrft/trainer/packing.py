@@ -130,11 +130,8 @@ def shared_prefixes(rows: list[np.ndarray]) -> list[tuple[int, int, int]]:
     other earlier row shares more (0 for the first, with itself)."""
     # Of an order by tokens the neighbours share the most; which order that is does not matter.
     order = sorted(range(len(rows)), key=lambda row: rows[row].tobytes())
-    first = order[0]
-    return [
-        (first, first, 0),
-        *((row, before, common_prefix(rows[before], rows[row])) for before, row in pairwise(order)),
-    ]
+    found = [(row, before, common_prefix(rows[before], rows[row])) for before, row in pairwise(order)]
+    return [(order[0], order[0], 0), *found]
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
@@ -206,18 +203,9 @@ def attention_by_kernel(
     if packing.keys is not None:
         key, value = key[packing.keys], value[packing.keys]
     # Where a row has fewer queries than keys, the last query is that of the last key.
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        packing.query_starts,
-        packing.key_starts,
-        packing.longest,
-        packing.longest,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    rows = packing.query_starts, packing.key_starts, packing.longest, packing.longest
+    near, grouped = (-1 if window is None else window - 1, 0), query.shape[1] != key.shape[1]
+    out = varlen_attn(query, key, value, *rows, scale=scaling, window_size=near, enable_gqa=grouped)
     assert isinstance(out, Tensor)  # a tuple only if auxiliary outputs are requested
     return out
 

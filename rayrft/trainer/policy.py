@@ -58,10 +58,8 @@ class Policy(nn.Module):
         self.lora: Lora | None = None
 
     def checkpoint_layers(self) -> None:
-        """Enable gradient checkpointing: the backward pass recomputes activations from the inputs of the layers.
-
-        Raises ModelError if the model's layers do not support it.
-        """
+        """Enable gradient checkpointing: the backward pass recomputes activations from the inputs of the layers. Raises
+        ModelError if the model's layers do not support it."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -154,9 +152,8 @@ class Policy(nn.Module):
         gap = float((found.detach() - expected).abs().max())
         if gap <= _TOLERANCE + _ROUNDING_FACTOR * rounding:
             return None
-        return (
-            f"with the attention kernel log-probs would differ by {gap:.2g}, and by {rounding:.2g} from rounding alone"
-        )
+        differ = f"by {gap:.2g}, and by {rounding:.2g} from rounding alone"
+        return f"with the attention kernel log-probs would differ {differ}"
 
     @property
     def transformer(self) -> Any:
@@ -171,8 +168,7 @@ class Policy(nn.Module):
     @property
     def vocabulary(self) -> int:
         """Size of the vocabulary."""
-        size: int = self.model.config.get_text_config().vocab_size
-        return size
+        return self.model.config.get_text_config().vocab_size
 
     def forward(
         self, batch: MicroBatch, temperature: float, entropy_gradient: bool
@@ -190,12 +186,8 @@ class Policy(nn.Module):
             states = self._states(output, before)
             logprobs, entropy = head_logprobs(*states, targets, temperatures, chunk=self.head_chunk)
         else:
-            logprobs, entropy = chosen_logprobs(
-                output.logits.flatten(0, 1)[before],
-                targets,
-                temperature=1.0 if temperatures is None else temperatures[:, None],
-                entropy_gradient=entropy_gradient,
-            )
+            logits, scale = output.logits.flatten(0, 1)[before], 1.0 if temperatures is None else temperatures[:, None]
+            logprobs, entropy = chosen_logprobs(logits, targets, temperature=scale, entropy_gradient=entropy_gradient)
         if batch.candidates is None:
             return _scatter(batch, logprobs), _scatter(batch, entropy), None, balance
         return _scatter(batch, logprobs[:, 0]), _scatter(batch, entropy), _scatter(batch, logprobs[:, 1:]), balance
@@ -237,8 +229,7 @@ class Policy(nn.Module):
         if not self.packs:
             mask = batch.token_ids.new_zeros(len(batch.lengths), batch.packing.longest)
             mask[batch.tokens.sequence, batch.packing.positions] = 1
-        balance: Tensor = balancing(logits, self.model.num_experts, self.model.num_experts_per_tok, mask)
-        return balance
+        return balancing(logits, self.model.num_experts, self.model.num_experts_per_tok, mask)
 
     @torch.no_grad()
     def _logprobs(self, batch: MicroBatch) -> Tensor:
@@ -265,10 +256,9 @@ class Policy(nn.Module):
 class Reference:
     """The reference policy: a frozen earlier state of the policy, for KL and preference losses.
 
-    It is a copy of the policy's weights (this rank's shards), exchanged with them while the reference is evaluated.
-
-    One model serves both, independent of architecture and sharding. With an adapter
-    nothing is copied: the reference is the model without it, which is the policy at the stage's start.
+    It is a copy of the policy's weights (this rank's shards), exchanged with them while the reference is evaluated: one
+    model serves both, independent of architecture and sharding. With an adapter nothing is copied: the reference is the
+    model without it, which is the policy at the stage's start.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -279,7 +269,8 @@ class Reference:
     def refresh(self) -> None:
         """Make the present policy the reference. Not available with an adapter, which has no copy."""
         assert self._policy.lora is None, "refused by the configuration"
-        _copy_into(self.weights, self._copied_weights())
+        for name, weight in self._copied_weights().items():
+            self.weights[name].copy_(weight)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -308,12 +299,6 @@ class Reference:
         return {name: parameter.detach().clone() for name, parameter in named if parameter.requires_grad}
 
 
-@torch.no_grad()
-def _copy_into(target: dict[str, Tensor] | dict[str, nn.Parameter], source: dict[str, Tensor]) -> None:
-    for name, value in source.items():
-        target[name].copy_(value)
-
-
 def _balancing(model: Any) -> Callable[..., Tensor] | None:
     """Return transformers' own load-balancing loss for a model's architecture, if it has one."""
     return getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
@@ -323,7 +308,7 @@ def _reason(error: Exception) -> str:
     """Return an error of a trial in one line. Raises it if the device failed."""
     if is_device_fault(error):
         raise error
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from rayrft.trainer.learner import Learner
 from rayrft.trainer.loading import Loader, load_hf, rank_mesh
 from rayrft.trainer.memory import memory_savings
 from rayrft.trainer.model import gather, named_weights, save_hf
+from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.result import PairRanking, StepResult
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
 from rayrft.trainer.value_model import Critic
@@ -142,8 +143,8 @@ class Rank(RankApi):
         critic = teacher = reward_model = None
         if "critic" in algorithm.needs:
             critic = self._loader.load(self._setup.model, Critic)  # not from the current policy
-            updates = stage.update.updates_per_step
-            critic.open_stage(stage.critic_optimizer, stage.steps, updates, self.learner.moments)
+            updates, moments = stage.update.updates_per_step, self.learner.moments
+            critic.optimizer = Optimizer(critic.parameters(), stage.critic_optimizer, stage.steps, updates, moments)
         if stage.teacher:
             teacher = self._loader.load(stage.teacher, lambda policy: policy, field="teacher", frozen=True)
         if algorithm.trains_reward_model:

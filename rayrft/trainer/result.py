@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -187,10 +187,9 @@ class PairRanking:
 
 def group_value_errors(results: list[StepResult]) -> dict[str, float]:
     """Return the critic's mean error over a group's rows by group id, from the results of all ranks."""
-    sums: dict[str, float] = {}
-    counts = Counter[str]()
+    sums, counts = defaultdict[str, float](float), Counter[str]()
     for result in results:
         for group, (total, rows) in result.value_errors.items():
-            sums[group] = sums.get(group, 0.0) + total
+            sums[group] += total
             counts[group] += rows
     return {group: total / counts[group] for group, total in sums.items()}

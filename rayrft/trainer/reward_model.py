@@ -63,8 +63,7 @@ def padding_of(tokenizer: str) -> int | None:
     """Return the id of the token with which a tokenizer pads, if it has one."""
     from transformers import AutoTokenizer
 
-    token: int | None = AutoTokenizer.from_pretrained(tokenizer).pad_token_id
-    return token
+    return AutoTokenizer.from_pretrained(tokenizer).pad_token_id
 
 
 def _classifier(config: Any, padding: int | None) -> Any:

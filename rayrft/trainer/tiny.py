@@ -44,10 +44,8 @@ def make_tiny_model(
     config: TinyModelConfig, prompts: list[str], answers: list[str], folder: Path, *, max_length: int, seed: int
 ) -> None:
     """Write a model with random weights and its tokenizer to ``folder``, in Hugging Face format; for images also its
-    processor, with a token for every 16 x 16 pixels.
-
-    Raises ModelError if torchvision is missing, which the processor needs.
-    """
+    processor, with a token for every 16 x 16 pixels. Raises ModelError if torchvision is missing, which the processor
+    needs."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -58,18 +56,11 @@ def make_tiny_model(
         tokenizer = make_tokenizer(prompts, answers)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.heads,
-        "max_position_embeddings": max(max_length, _POSITIONS),
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    sizes: dict[str, Any] = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
+    sizes |= {"vocab_size": len(tokenizer), "max_position_embeddings": max(max_length, _POSITIONS)}
+    sizes |= {"num_attention_heads": config.heads, "num_key_value_heads": config.heads}
+    sizes["num_hidden_layers"] = config.layers
+    sizes |= {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
     model = (_vision_model if config.vision else _text_model)(config, sizes, tokenizer)
     model.save_pretrained(folder)
 
@@ -90,24 +81,13 @@ def _vision_model(config: TinyModelConfig, sizes: dict[str, Any], tokenizer: Any
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     half = config.hidden_size // config.heads // 2  # rotary frequencies of a head, split over time, height and width
+    side = 3 * half // 8
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [half - 2 * side, side, side]}
+    tower = {"depth": 2, "embed_dim": 64, "num_heads": 2, "mlp_ratio": 2, "hidden_size": config.hidden_size}
+    tower |= {"patch_size": _PATCH, "spatial_merge_size": _MERGE}
     settings = Qwen2VLConfig(
-        text_config={
-            **sizes,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8],
-            },
-        },
-        vision_config={
-            "depth": 2,
-            "embed_dim": 64,
-            "num_heads": 2,
-            "mlp_ratio": 2,
-            "hidden_size": config.hidden_size,
-            "patch_size": _PATCH,
-            "spatial_merge_size": _MERGE,
-        },
+        text_config={**sizes, "rope_parameters": rope},
+        vision_config=tower,
         image_token_id=tokenizer.convert_tokens_to_ids(_IMAGE),
         video_token_id=tokenizer.convert_tokens_to_ids(_VIDEO),
         vision_start_token_id=tokenizer.convert_tokens_to_ids(_START),

@@ -76,13 +76,11 @@ class Trainer(Watched):
             async with asyncio.timeout(self._config.start_timeout_s) as self._late, self._changed:
                 await self._from_ranks("start", self._ready)
         except TimeoutError:
-            late = sorted(set(range(self._config.ranks)) - self._ready.keys())
-            raise ActorDied(
-                f"trainer ranks {late} of {self._config.ranks} are not up and have made no progress for "
-                f"{self._config.start_timeout_s:g} s",
-                "see their logs in the Ray dashboard, or raise trainer.start_timeout_s",
-                field=f"trainer rank {late[0]}",
-            ) from None
+            ranks, limit_s = self._config.ranks, self._config.start_timeout_s
+            late = sorted(set(range(ranks)) - self._ready.keys())
+            problem = f"trainer ranks {late} of {ranks} are not up and have made no progress for {limit_s:g} s"
+            remedy = "see their logs in the Ray dashboard, or raise trainer.start_timeout_s"
+            raise ActorDied(problem, remedy, field=f"trainer rank {late[0]}") from None
         self._doing = ""
         return self._ready[0]
 
@@ -210,24 +208,16 @@ class Trainer(Watched):
         (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
         # Offloaded tensors are in CPU memory, so their collectives need gloo.
         backend = "cpu:gloo,cuda:nccl" if self._config.gpus else "gloo"
-        resources: dict[str, float] = {"CPU": self._config.cpus}
-        if self._config.gpus:
-            resources["GPU"] = self._config.gpus
+        resources = {"CPU": self._config.cpus, **({"GPU": self._config.gpus} if self._config.gpus else {})}
+        ranks, on_gpus = self._config.ranks, self._config.gpus > 0
+        # A rank that dies, also during start, ends the run; by default Ray Train retries starts without end.
+        failures = ray.train.FailureConfig(max_failures=0, max_preemption_failures=0, controller_failure_limit=0)
         RankTrainer(
             self._group,
             _run_rank,
             train_loop_config={"setup": setup},
-            scaling_config=ray.train.ScalingConfig(
-                num_workers=self._config.ranks, use_gpu=self._config.gpus > 0, resources_per_worker=resources
-            ),
-            run_config=ray.train.RunConfig(
-                name=folder.name,
-                storage_path=str(folder.parent),
-                # A rank that dies, also during start, ends the run; by default Ray Train retries starts without end.
-                failure_config=ray.train.FailureConfig(
-                    max_failures=0, max_preemption_failures=0, controller_failure_limit=0
-                ),
-            ),
+            scaling_config=ray.train.ScalingConfig(num_workers=ranks, use_gpu=on_gpus, resources_per_worker=resources),
+            run_config=ray.train.RunConfig(name=folder.name, storage_path=str(folder.parent), failure_config=failures),
             torch_config=TorchConfig(backend=backend, timeout_s=300),
         ).fit()
 

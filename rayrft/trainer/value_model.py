@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rayrft.config.trainer import AdamMoments, OptimizerConfig
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, model_inputs
@@ -48,11 +47,8 @@ def last_tokens(batch: MicroBatch, padding: int | None = None) -> Tensor:
 class Critic(ScalarHead):
     """Estimates state values, for algorithms with per-token advantages."""
 
-    def open_stage(
-        self, config: OptimizerConfig, steps: int, updates_per_step: int = 1, moments: AdamMoments = "float32"
-    ) -> None:
-        """Begin a stage with a new optimiser."""
-        self.optimizer = Optimizer(self.parameters(), config, steps, updates_per_step, moments)
+    optimizer: Optimizer
+    """That of the open stage."""
 
     def forward(self, batch: MicroBatch, *, final: bool = False) -> tuple[Tensor, Tensor]:
         """Compute the value of the state before every action token, ``[T]``, 0 elsewhere; with ``final`` also that of

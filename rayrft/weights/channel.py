@@ -17,17 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+import rayrft.weights.buckets as wire
 from rayrft.registry import load_plugins
 from rayrft.runtime.ray_api import ray
-from rayrft.weights.buckets import (
-    Digest,
-    allocate,
-    bucket_bytes,
-    empty_bucket,
-    fill_bucket,
-    plan_buckets,
-    read_bucket,
-)
 from rayrft.weights.messages import Link, Parcel
 from rayrft.weights.transport import Endpoint, SignedStore, transports
 
@@ -40,8 +32,7 @@ def open_store(timeout_s: float = 300.0, host: str | None = None) -> TCPStore:
     the cluster has no other node. A later store of this process at the same port with ``multi_tenant`` shares the
     listener; keep this one until then.
     """
-    if host is None:
-        host = node_address()
+    host = host or node_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listening:
         port, listening_fd = listening.getsockname()[1], listening.detach()
@@ -101,7 +92,7 @@ class WeightChannel:
 
         All senders take all the tensors, in the parcel's order: making one is a collective.
         """
-        digest = Digest()
+        digest = wire.Digest()
         if self._announces:
             assert self._store is not None  # a sender has one
             for read in self._announced:  # by all receivers: the transfer before has ended everywhere
@@ -115,14 +106,14 @@ class WeightChannel:
             raise
         return digest.value
 
-    def _filled(self, parcel: Parcel, tensors: Iterator[Tensor], digest: Digest) -> Iterator[Tensor]:
+    def _filled(self, parcel: Parcel, tensors: Iterator[Tensor], digest: wire.Digest) -> Iterator[Tensor]:
         """Iterate over the buckets, filled if this end reads them, and digested if it is the first sender."""
-        planned = plan_buckets(parcel.metas, parcel.bucket_bytes)
-        memory = cycle(allocate(planned if self.reads else [], self._device, 1 + self._transport.in_flight))
+        planned = wire.plan_buckets(parcel.metas, parcel.bucket_bytes)
+        memory = cycle(wire.allocate(planned if self.reads else [], self._device, 1 + self._transport.in_flight))
         for metas in planned:
-            buffer, own = empty_bucket(metas if self.reads else [], next(memory)), islice(tensors, len(metas))
+            buffer, own = wire.empty_bucket(metas if self.reads else [], next(memory)), islice(tensors, len(metas))
             if self.reads:
-                fill_bucket(buffer, metas, own, digest if self._announces else None)
+                wire.fill_bucket(buffer, metas, own, digest if self._announces else None)
             else:
                 deque(own, maxlen=0)
             yield buffer
@@ -133,12 +124,12 @@ class WeightChannel:
             return self._transport.published(number)
         return Parcel.from_json(self._store.get(f"parcel/{number}"))
 
-    def receive(self, parcel: Parcel, digest: Digest) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, parcel: Parcel, digest: wire.Digest) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the names and tensors, and add them to the digest."""
-        buckets = plan_buckets(parcel.metas, parcel.bucket_bytes)
-        arriving = self._transport.receive(parcel, [bucket_bytes(metas) for metas in buckets])
+        buckets = wire.plan_buckets(parcel.metas, parcel.bucket_bytes)
+        arriving = self._transport.receive(parcel, [wire.bucket_bytes(metas) for metas in buckets])
         for metas, buffer in zip(buckets, arriving, strict=True):
-            yield from read_bucket(buffer, metas, digest)
+            yield from wire.read_bucket(buffer, metas, digest)
 
     def close(self) -> None:
         self._transport.close()

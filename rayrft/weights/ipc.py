@@ -109,5 +109,4 @@ def open_buffer(handle: str, device: torch.device) -> Tensor:
     mapped = (bytes.fromhex(each) if isinstance(each, str) else each for each in memory)
     # The device index is that of this process: the exporter's may differ.
     buffer = (torch.Tensor, (size,), (1,), offset, torch.storage.TypedStorage, torch.uint8, device.index or 0)
-    tensor: Tensor = reductions.rebuild_cuda_tensor(*buffer, *mapped)  # type: ignore[no-untyped-call]
-    return tensor
+    return reductions.rebuild_cuda_tensor(*buffer, *mapped)  # type: ignore[no-untyped-call]

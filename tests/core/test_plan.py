@@ -98,7 +98,7 @@ def test_a_vision_tower_takes_what_was_counted(tiny_vision_model: Path) -> None:
 def test_activations_of_prompts_that_are_images_are_in_the_plan(checkpointing: bool, tmp_path: Path) -> None:
     Qwen2VLConfig().save_pretrained(tmp_path)
     config = config_of(str(tmp_path), 8, gradient_checkpointing=checkpointing)
-    with mock.patch("rayrft.core.plan.tower_bytes", lambda path: (0.0, 0.0)):
+    with mock.patch("rayrft.trainer.memory.tower_bytes", lambda path: (0.0, 0.0)):
         [*_, texts] = plan_memory(config, 80.0)
     [*_, rank] = plan_memory(config, 80.0)
     # 32 blocks of 1280, of four patches a token; a third of the tokens may be of images.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import re
@@ -388,14 +389,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_what_comes_of_a_target_moves_it_and_no_other(clock: list[float]) -> None:
     waits = Waits("explorer")
-    first, _, _ = waits.begin("a", "1"), waits.begin("a", "2"), waits.begin("b", lambda: "one of two")
-    clock[0] = 10.0
-    waits.end("a", first)
-    clock[0] = 15.0
-    expected = [Wait("explorer", "a", "2", 1, 5.0), Wait("explorer", "b", "one of two", 1, 15.0)]
-    assert waits.report() == WaitReport(expected, 5.0)
-    waits.progressed("b")
-    assert [wait.quiet_s for wait in waits.report().waits] == [5.0, 0.0]
+    with contextlib.ExitStack() as others:
+        with waits.on("a", "1"):
+            others.enter_context(waits.on("a", "2"))
+            others.enter_context(waits.on("b", lambda: "one of two"))
+            clock[0] = 10.0
+        clock[0] = 15.0
+        expected = [Wait("explorer", "a", "2", 1, 5.0), Wait("explorer", "b", "one of two", 1, 15.0)]
+        assert waits.report() == WaitReport(expected, 5.0)
+        waits.progressed("b")
+        assert [wait.quiet_s for wait in waits.report().waits] == [5.0, 0.0]
 
 
 def test_own_work_is_moved_by_whatever_comes(clock: list[float]) -> None:

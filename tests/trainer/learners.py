@@ -23,6 +23,7 @@ from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.loading import rank_mesh, shard
 from rayrft.trainer.lora import Lora
+from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.reward_model import RewardClassifier
 from rayrft.trainer.value_model import Critic
@@ -106,7 +107,7 @@ def make_learner(
         if model is not None:
             model.to(device)
     if critic is not None:
-        critic.open_stage(OptimizerConfig(lr=1e-2), 10)
+        critic.optimizer = Optimizer(critic.parameters(), OptimizerConfig(lr=1e-2), 10)
     learner = Learner(policy, micro_batch_tokens=tokens, temperature=temperature, device=device)
     learner.skips = skips
     learner.open_stage(algorithm, optimizer, 10, update, critic, teacher, scorer)

@@ -24,6 +24,7 @@ from rayrft.config.trainer import OptimizerConfig
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.loading import load_policy
+from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.tiny import make_tiny_model
 from rayrft.trainer.value_model import Critic
@@ -55,7 +56,7 @@ class Pupil:
         algorithm, critic, scorer = build(name, settings.pop("pieces", {})), None, settings.pop("scorer", None)
         if "critic" in algorithm.needs:
             critic = Critic(settings.pop("critic"))
-            critic.open_stage(OptimizerConfig(lr=1e-3), steps)
+            critic.optimizer = Optimizer(critic.parameters(), OptimizerConfig(lr=1e-3), steps)
         learner.open_stage(algorithm, OptimizerConfig(lr=lr, schedule=schedule), steps, update, critic, None, scorer)
         return learner
 

@@ -64,7 +64,7 @@ def test_memory_that_runs_out_in_a_transfer_is_freed_by_smaller_buckets(
     vars(channel).update(_announces=False, reads=True, _device=CPU, _transport=transport)
     learner = SimpleNamespace(policy=policy, phase=contextlib.nullcontext)
     vars(rank).update(learner=learner, _channel=channel, _compute=torch.bfloat16)
-    monkeypatch.setattr(f"rayrft.weights.channel.{place}", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA")))
+    monkeypatch.setattr(f"rayrft.weights.buckets.{place}", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA")))
     with pytest.raises(torch.OutOfMemoryError) as raised:
         rank.send(1, 1, 64 << 20)
     failed = device_failed(raised.value, 3, "node-1", TrainerConfig(ranks=4))

@@ -24,7 +24,7 @@ from torch.multiprocessing import reductions
 
 from rayrft.config import RunConfig, load_config
 from rayrft.errors import ConfigError, WeightSyncError
-from rayrft.weights import Endpoint, channel, ipc, transports
+from rayrft.weights import Endpoint, ipc, transports
 from rayrft.weights.broadcast import Gloo, Nccl
 from rayrft.weights.buckets import allocate, plan_buckets
 from rayrft.weights.channel import open_store
@@ -63,7 +63,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     monkeypatch.setattr(ipc, "export_buffer", export)
     monkeypatch.setattr(ipc, "open_buffer", lambda handle, device: exported[handle])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(channel, "allocate", lambda planned, device, count: allocate(planned, CPU, count))
+    monkeypatch.setattr("rayrft.weights.buckets.allocate", lambda planned, device, count: allocate(planned, CPU, count))
     return exported
 
 

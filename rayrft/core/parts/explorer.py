@@ -91,16 +91,12 @@ class OperatorsPart(Part[OperatorActor]):
 
     def create(self) -> list[Handle[OperatorActor]]:
         config, placement, pools = self.config, self.run.placement, self.run[AuxiliaryEngines].pools
-        count, chain = placement.count(self.name), experience_chain(config, self.run.prepared.model)
+        name, chain = self.name, experience_chain(config, self.run.prepared.model)
+        count = placement.count(name)
         models = partial(auxiliary_models, config.auxiliary, pools, share=1 / count) if pools else None
-        return [
-            self.track(
-                placement.actor(
-                    OperatorActor, self.name, name=f"{self.name}-{index}", bundle=index, restarts=-1
-                ).create(chain, config.pipelines, models, config.auxiliary, config.scoring)
-            )
-            for index in range(count)
-        ]
+        placed = [placement.actor(OperatorActor, name, name=f"{name}-{i}", bundle=i, restarts=-1) for i in range(count)]
+        settings = chain, config.pipelines, models, config.auxiliary, config.scoring
+        return [self.track(each.create(*settings)) for each in placed]
 
     async def restarted(self, actor: Handle[OperatorActor]) -> None:
         await actor.call(OperatorActor.open)

@@ -111,12 +111,9 @@ def reward_actors(
     if config.reward.placement != "pool":
         return []
     models, name = remote_models(config, pools), RewardsPart.name
-    return [
-        placement.actor(RewardActor, name, name=f"{name}-{index}", bundle=index, restarts=-1).create(
-            config.scoring, config.plugins, models
-        )
-        for index in range(placement.count(name))
-    ]
+    count = placement.count(name)
+    placed = [placement.actor(RewardActor, name, name=f"{name}-{i}", bundle=i, restarts=-1) for i in range(count)]
+    return [each.create(config.scoring, config.plugins, models) for each in placed]
 
 
 def remote_scoring(config: RunConfig, actors: Sequence[Handle[RewardActor]]) -> Callable[[], ScoringBackend] | None:

@@ -146,10 +146,8 @@ class CallQueue(Generic[A, R]):
 
     async def _make_batch(self, worker: Worker, calls: Sequence[QueuedCall[A, R]]) -> None:
         started, slow, later = time.perf_counter(), asyncio.Event(), asyncio.get_running_loop().call_later
-        timers = (
-            later(self._slow_after(len(calls)), self._stand_in, slow),
-            later(self._deadline_s / 2, worker.lower_priority),
-        )
+        timers = [later(self._slow_after(len(calls)), self._stand_in, slow)]
+        timers.append(later(self._deadline_s / 2, worker.lower_priority))
         try:
             results = await self._make(worker, calls)
         except Exception as error:  # of the object, its process or its arguments; a lone call raises it

@@ -31,7 +31,7 @@ from typing import Any
 import cloudpickle
 
 from rayrft.errors import CallFailed, ProcessDied
-from rayrft.runtime.processes.template import RECORD, RENEW, STATUS, Blueprint
+from rayrft.runtime.processes.template import RECORD, RENEW, STATUS
 from rayrft.runtime.processes.worker import Worker
 from rayrft.runtime.ray_api import hide_gpus
 from rayrft.runtime.waits import cancel, settle
@@ -79,7 +79,7 @@ class ProcessPool:
     ) -> None:
         hide_gpus()
         self._environment = {**os.environ} if inherit else environment()
-        self._blueprint = Blueprint(tuple(plugins), cloudpickle.dumps((create, warm_up)))
+        self._blueprint = pickle.dumps((tuple(plugins), cloudpickle.dumps((create, warm_up))))
         self._processes, self._spares = processes, min(spares, processes)
         self._answer_limit, self._start_s = answer_limit, start_s
         self._template: _Template | None = None
@@ -93,10 +93,8 @@ class ProcessPool:
 
     @contextlib.asynccontextmanager
     async def lease(self) -> AsyncIterator[Worker]:
-        """Lease a process inside an ``async with``.
-
-        Raises CallFailed if its object cannot be created, or ProcessDied if the template cannot start.
-        """
+        """Lease a process inside an ``async with``. Raises CallFailed if its object cannot be created, or ProcessDied
+        if the template cannot start."""
         worker = await self._take()
         try:
             yield worker
@@ -206,12 +204,12 @@ main(int(sys.argv[2]), int(sys.argv[3]))
 class _Template:
     """The process from which the others are forked; it reports those that end."""
 
-    def __init__(self, blueprint: Blueprint, environment: dict[str, str]) -> None:
+    def __init__(self, blueprint: bytes, environment: dict[str, str]) -> None:
         self._loop = asyncio.get_running_loop()
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fd = os.memfd_create("blueprint")
         with control, open(fd, "wb") as file:
-            file.write(pickle.dumps(blueprint))
+            file.write(blueprint)
             file.flush()
             file.seek(0)
             self._process = subprocess.Popen(

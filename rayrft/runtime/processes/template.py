@@ -78,25 +78,18 @@ class Reply:
     value: bytes
 
 
-@dataclass(frozen=True)
-class Blueprint:
-    """What the template imports: plugins first, then the pickled factory and warm-up function."""
-
-    plugins: tuple[Path, ...]
-    create: bytes
-
-
 def main(control_fd: int, blueprint_fd: int) -> None:
-    """Run the template until the parent closes the control socket or dies."""
+    """Run the template until the parent closes the control socket or dies. The blueprint is a pickle of the plugins,
+    which are loaded first, and of the pickled factory and warm-up function."""
     # Output of imports must not stay in a buffer: every fork would print it again.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     control = socket.socket(fileno=control_fd)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         with open(blueprint_fd, "rb") as file:
-            blueprint: Blueprint = pickle.load(file)
-        load_plugins(blueprint.plugins)
-        create, warm_up = pickle.loads(blueprint.create)
+            plugins, factory = pickle.load(file)
+        load_plugins(plugins)
+        create, warm_up = pickle.loads(factory)
         if warm_up is not None:
             warm_up()
     except BaseException:  # a user's module may raise anything
