@@ -174,8 +174,10 @@ def _checkpoint_gb(config: RunConfig, stage: StageConfig) -> float:
 
 def plan_memory(config: RunConfig, gpu_gb: float, *, activations: bool = True) -> list[PartMemory]:
     """Return the memory of the engines and ranks of a config on GPUs of so many GB (1e9 bytes), of ranks with
-    ``activations`` or without. Raises ConfigError for a model that is made when the run starts, and ModelError for one
-    that there is not."""
+    ``activations`` or without.
+
+    Raises ConfigError for a model that is made when the run starts, and ModelError for one that there is not.
+    """
     if config.model.path is None:
         if not (config.explorer.engine.gpus or config.trainer.gpus):
             return []

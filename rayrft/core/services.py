@@ -100,7 +100,9 @@ def serve_rewards(config: RewardServiceConfig, say: Callable[[str], None] = prin
 def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> OpenService:
     """Serve the policy of a run that trains on this or another cluster, with the weights that it writes as files; its
     ``config`` gives model, engines, endpoint and the address. Nothing is recorded. ``say`` receives the placement plan.
-    Raises a RayrftError if config or cluster are unsuitable, or no version can be loaded within ``monitor.stall_s``."""
+
+    Raises a RayrftError if config or cluster are unsuitable, or no version can be loaded within ``monitor.stall_s``.
+    """
     if config.weight_sync.backend != "files" or config.trainer.lora is not None:
         remedy = "follow a run with weight_sync.backend: files, and without trainer.lora"
         problem = "must be files, with whole weights"

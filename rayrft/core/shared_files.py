@@ -128,7 +128,10 @@ def _on(names: set[str]) -> str:
 
 def ask_nodes(nodes: Iterable[str], function: Callable[..., T], *arguments: Any) -> dict[str, T]:
     """Return a function's answer on each node, given by id, by the nodes' names; nodes that are lost meanwhile are
-    missing. Raises ClusterError if a node cannot run it."""
+    missing.
+
+    Raises ClusterError if a node cannot run it.
+    """
     names = {node.id: node.name for node in cluster_nodes(ray_api.total_resources_per_node())}
     asked = {node: _ask(node, function, arguments) for node in nodes}
     ready, _ = ray.wait([*asked.values()], num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])

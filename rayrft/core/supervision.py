@@ -171,8 +171,10 @@ class Stopped(Exception):
 
 
 async def supervise(main: Coroutine[Any, Any, T], watches: dict[str, Awaitable[Any]]) -> T:
-    """Run ``main`` while watching actors. A watch is a call that ends only when its actor fails. Raises the root cause:
-    the death of an actor if there is one, else the error of ``main``."""
+    """Run ``main`` while watching actors. A watch is a call that ends only when its actor fails.
+
+    Raises the root cause: the death of an actor if there is one, else the error of ``main``.
+    """
     work = asyncio.ensure_future(main)
     watching = {asyncio.ensure_future(_watch(name, watch)) for name, watch in watches.items()}
     try:

@@ -124,7 +124,9 @@ class BatchPipeline:
 
     def _settle(self, worked: GroupResult, given: pa.RecordBatch) -> tuple[pa.RecordBatch, np.ndarray]:
         """Return all rows of the batch, the kept ones as operators have changed them, and whether each is trained.
-        Raises OperatorFailed if the operators return an invalid batch, or no row to train."""
+
+        Raises OperatorFailed if the operators return an invalid batch, or no row to train.
+        """
         places, stayed = np.array(worked.kept, np.int64), given.take(pa.array(worked.kept, pa.int64()))
         if worked.made is not None:
             raise self._log.wrong("operators returned a row that is not in the batch")

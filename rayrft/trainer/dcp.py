@@ -132,8 +132,10 @@ class Checkpointer:
         states.set_model_state_dict(policy, state[_POLICY], options=_TRAINED_ONLY)
 
     def load(self, learner: Learner, folder: Path) -> None:
-        """Load all state of the open stage: weights, optimisers, schedules, reference. Raises ModelError for the
-        checkpoint of another model, and StorageError if a file is missing or cannot be read."""
+        """Load all state of the open stage: weights, optimisers, schedules, reference.
+
+        Raises ModelError for the checkpoint of another model, and StorageError if a file is missing or cannot be read.
+        """
         self._rebase(learner.policy, folder)
         with _typed_errors(folder):
             names = _Reader(str(folder)).read_metadata().state_dict_metadata
@@ -174,8 +176,10 @@ def read_base(folder: Path, **how: Any) -> str:
 
 
 def load_weights(folder: Path, model: Policy | RewardClassifier) -> None:
-    """Fill the trainable parameters of a model from a checkpoint, without a process group. Raises as
-    `Checkpointer.load` does."""
+    """Fill the trainable parameters of a model from a checkpoint, without a process group.
+
+    Raises as `Checkpointer.load` does.
+    """
     trained = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
     _read({_POLICY if isinstance(model, Policy) else _REWARD_MODEL: trained}, folder, no_dist=True)
 

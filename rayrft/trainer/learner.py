@@ -147,8 +147,10 @@ class Learner:
             del self.optimizer
 
     def step(self, mini_batches: list[list[TrainRow]]) -> StepResult:
-        """Train on this rank's rows of the mini-batches, for the stage's number of epochs. Raises NotFinite for such a
-        loss or gradient, unless such updates are skipped."""
+        """Train on this rank's rows of the mini-batches, for the stage's number of epochs.
+
+        Raises NotFinite for such a loss or gradient, unless such updates are skipped.
+        """
         with self.phase("micro-batches"):
             batches = self.make_micro_batches(mini_batches)
             over = self.count_denominators(batches)

@@ -34,8 +34,10 @@ class Lora:
     """
 
     def __init__(self, model: Any, config: LoraConfig, *, origin: str, compute: torch.dtype, seed: int) -> None:
-        """Inject the adapter. ``origin`` is the folder or hub id that the model was loaded from. Raises ConfigError if
-        a target is not a linear layer of the decoder, or not as wide as blocks of 4 bits need."""
+        """Inject the adapter. ``origin`` is the folder or hub id that the model was loaded from.
+
+        Raises ConfigError if a target is not a linear layer of the decoder, or not as wide as blocks of 4 bits need.
+        """
         self._config, self._seed = config, seed
         self.origin = self.base = origin
         """``base``: where the present frozen weights come from."""

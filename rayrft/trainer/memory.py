@@ -90,8 +90,10 @@ def shape_of(path: str, field: str = "model.path") -> Shape:
 
 @cache
 def activation_bytes(path: str) -> float:
-    """Return the bytes that a layer of a model keeps of a token for the backward pass, in half precision. Raises
-    ModelError if there is no such model, or if its layers cannot be run without memory."""
+    """Return the bytes that a layer of a model keeps of a token for the backward pass, in half precision.
+
+    Raises ModelError if there is no such model, or if its layers cannot be run without memory.
+    """
     config, auto = _kind(path)
     try:
         one, two = (_saved_bytes(config, auto, count) for count in (1, 2))

@@ -58,8 +58,10 @@ class Policy(nn.Module):
         self.lora: Lora | None = None
 
     def checkpoint_layers(self) -> None:
-        """Enable gradient checkpointing: the backward pass recomputes activations from the inputs of the layers. Raises
-        ModelError if the model's layers do not support it."""
+        """Enable gradient checkpointing: the backward pass recomputes activations from the inputs of the layers.
+
+        Raises ModelError if the model's layers do not support it.
+        """
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]

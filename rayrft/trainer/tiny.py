@@ -44,8 +44,10 @@ def make_tiny_model(
     config: TinyModelConfig, prompts: list[str], answers: list[str], folder: Path, *, max_length: int, seed: int
 ) -> None:
     """Write a model with random weights and its tokenizer to ``folder``, in Hugging Face format; for images also its
-    processor, with a token for every 16 x 16 pixels. Raises ModelError if torchvision is missing, which the processor
-    needs."""
+    processor, with a token for every 16 x 16 pixels.
+
+    Raises ModelError if torchvision is missing, which the processor needs.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -113,7 +113,9 @@ def fill_bucket(
     buffer: Tensor, metas: list[TensorMeta], tensors: Iterable[Tensor], digest: Digest | None = None
 ) -> None:
     """Copy tensors into the buffer, cast to their wire dtype, and add them to the digest, each while a cache holds it.
-    Raises ValueError if a shape differs from its meta."""
+
+    Raises ValueError if a shape differs from its meta.
+    """
     for (entry, view), meta, tensor in zip(_entries(buffer, metas), metas, tensors, strict=True):
         if tuple(tensor.shape) != meta.shape:
             raise ValueError(f"{meta.name} has shape {tuple(tensor.shape)}, announced as {meta.shape}")

@@ -175,8 +175,10 @@ class Versions:
         """The version whose bytes are held; None while they may be those of two."""
 
     def read(self, ref: Ref) -> Manifest:
-        """Read a version, after those that it is based on: from the one that is held, or from a full one. Raises
-        WeightSyncError if a file is missing or broken, or the weights have another digest than was written."""
+        """Read a version, after those that it is based on: from the one that is held, or from a full one.
+
+        Raises WeightSyncError if a file is missing or broken, or the weights have another digest than was written.
+        """
         chain, at = [(ref, self._folder.manifest(ref))], self._held and self._held[0]
         while (base := chain[-1][1].base) is not None and at not in (base, ref):
             chain.append((base, self._folder.manifest(base)))

@@ -133,7 +133,9 @@ register_transport = transports.register
 
 def choose_transport(name: str, layout: Layout) -> str:
     """Return the name of the transport to use: ``name``, or if that is ``auto`` the first automatic one that fits.
-    Raises ConfigError, on ``weight_sync.backend``, if it is unknown or does not fit, or if none does."""
+
+    Raises ConfigError, on ``weight_sync.backend``, if it is unknown or does not fit, or if none does.
+    """
     if name != "auto":
         transports.get(name, FIELD).check(layout)
         return name

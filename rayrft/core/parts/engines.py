@@ -163,8 +163,10 @@ class EngineGroup:
 
 
 def serve_engines(groups: Collection[EngineGroup], start_s: float) -> None:
-    """Start the engines of groups, and let them take requests; block until they do, outside of event loops. Raises
-    ActorUnreachable if an engine is not up within ``start_s``, and the root cause if one does not start."""
+    """Start the engines of groups, and let them take requests; block until they do, outside of event loops.
+
+    Raises ActorUnreachable if an engine is not up within ``start_s``, and the root cause if one does not start.
+    """
     starting = [group.start() for group in groups]
     for group, starts in zip(groups, starting, strict=True):
         for engine, start in zip(group.engines, starts, strict=True):

@@ -93,8 +93,10 @@ class ProcessPool:
 
     @contextlib.asynccontextmanager
     async def lease(self) -> AsyncIterator[Worker]:
-        """Lease a process inside an ``async with``. Raises CallFailed if its object cannot be created, or ProcessDied
-        if the template cannot start."""
+        """Lease a process inside an ``async with``.
+
+        Raises CallFailed if its object cannot be created, or ProcessDied if the template cannot start.
+        """
         worker = await self._take()
         try:
             yield worker
