@@ -234,8 +234,8 @@ def from_dataset(dataset: ray.data.Dataset, encoder: RowEncoder) -> tuple[ray.da
     if not sum(lengths):
         raise DataError("the dataset holds no rows", "give a dataset that is not empty", field=field)
     # Ray Data does not number rows. By the first number of every block ids and reports name the same row in every run.
-    firsts = accumulate(lengths, initial=1)
-    encoded = [encode.remote(table, first, encoder) for table, first in zip(tables, firsts, strict=False)]
+    firsts, shared = accumulate(lengths, initial=1), ray.put(encoder)
+    encoded = [encode.remote(table, first, shared) for table, first in zip(tables, firsts, strict=False)]
     sizes, skipped = dict[int, int](), SkippedRows()
     for of_block, reasons in ray.get([report for _, report in encoded]):
         sizes |= of_block
