@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 SMALLEST = {
     "bench_calls": "--answers 8 --rounds 1",
     "bench_changes": "--layers 1 --vocabulary 512 --steps 2 --rows 2 --length 16",
-    "bench_endpoint": "--requests 20 --clients 4 --rounds 1 --proxy haproxy",
+    "bench_endpoint": "--requests 20 --clients 4 --rounds 1 --proxy ray",
     "bench_explorer": "--in-flight 32 --groups 64 --rounds 1",
     "bench_feedback": "--people 2 --seconds 1 --groups 20 --think 0.1",
     "bench_head": "--tokens 64 --hidden 32 --vocabulary 512 --rounds 1",
