@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,9 @@ from rayrft.errors import RayrftError
 
 if TYPE_CHECKING:
     from rayrft.monitor.summary import Summary
+
+_REPEATED_S = 1.0
+"""Seconds within which a signal that no key sends is one with the signal before it."""
 
 
 def follow(handle: Run) -> Summary:
@@ -86,16 +91,21 @@ def _signal_numbers() -> list[signal.Signals]:
 @contextlib.contextmanager
 def signals(received: Callable[[int], None]) -> Iterator[None]:
     """Call ``received``, in a separate thread, with the number of every signal to end inside. A plain handler runs only
-    when calls into Ray return to Python, up to a second later, and two signals may be merged into one."""
+    when calls into Ray return to Python, up to a second later, and two signals may be merged into one. What programs
+    send twice is one signal: `timeout` to the process and to its group, a terminal that closes by itself and its shell.
+    """
     reading, writing = socket.socketpair()
     writing.setblocking(False)  # required by set_wakeup_fd
     numbers = _signal_numbers()
 
     def listen() -> None:
+        last = -math.inf
         while number := reading.recv(1):
-            received(number[0])
+            before, last = last, time.monotonic()
+            if number[0] == signal.SIGINT or last - before > _REPEATED_S:
+                received(number[0])
 
-    before = [signal.signal(number, lambda *_: None) for number in numbers]
+    handlers = [signal.signal(number, lambda *_: None) for number in numbers]
     fd = signal.set_wakeup_fd(writing.fileno())
     listening = threading.Thread(target=listen, daemon=True)
     listening.start()
@@ -103,7 +113,7 @@ def signals(received: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(fd)
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
         writing.close()
         listening.join()

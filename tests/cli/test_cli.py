@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import signal
 import sys
 import threading
@@ -191,6 +192,16 @@ def test_the_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as exit:
         follow(run)  # type: ignore[arg-type]
     assert exit.value.code == 130 and run.calls == ["stop", "kill"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_programs_send_twice_is_one_and_ctrl_c_after_it_another(number: int) -> None:
+    received = queue.Queue[int]()
+    with signals(received.put):
+        for each in (number, number, signal.SIGINT):
+            os.kill(os.getpid(), each)
+        assert [received.get(timeout=20) for _ in range(2)] == [number, signal.SIGINT]
+    assert received.empty()
 
 
 def test_signals_mean_afterwards_what_they_meant_before(tmp_path: Path) -> None:
