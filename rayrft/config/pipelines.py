@@ -147,4 +147,4 @@ class PipelinesConfig(Section):
         for number, operator in enumerate(self.batch):
             check_device(operator.options, f"batch.{number}", 0.0, "move it to experiences with actors that have GPUs")
         for number, operator in enumerate(self.tasks if self.task_workers > 1 else ()):
-            check_device(operator.options, f"tasks.{number}", 0.0, "set task_workers: 1, the process that starts runs")
+            check_device(operator.options, f"tasks.{number}", 0.0, "set task_workers to 1")

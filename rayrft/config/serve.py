@@ -29,7 +29,8 @@ class HttpConfig(Section):
     proxy: Proxy | None = None
     """What accepts connections, once in a cluster: HAProxy leads them straight to the replicas, which answer more
     requests than behind Ray Serve's own proxy. Clients must repeat a request whose connection ends, as the official
-    ones do. ``null`` takes what accepts connections already, or HAProxy where Ray installs it and it knows the host."""
+    ones do. ``null`` takes what accepts connections already, or HAProxy where Ray installs it, at ``127.0.0.1``,
+    ``localhost`` and ``0.0.0.0``."""
     keys_file: LocalPath | None = None
     """A file with one API key per line."""
     keys_env: str | None = None

@@ -1,5 +1,4 @@
-"""Conversations of rows: their messages in the forms of OpenAI and ShareGPT, and what a row of
-demonstrations holds."""
+"""Conversations of rows: messages in the forms of OpenAI and ShareGPT, and what a row of demonstrations holds."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from functools import partialmethod
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -203,6 +202,16 @@ class RemoteSessions:
         self._unsent: list[tuple[_Change, tuple[Any, ...], asyncio.Future[Any]]] = []
         self._sending: asyncio.Task[None] | None = None
 
+    async def begin(self, *args: Any) -> OpenCall:
+        begun: OpenCall = await self._change("begin", *args)
+        return begun
+
+    async def answered(self, *args: Any) -> None:
+        await self._change("answered", *args)
+
+    async def failed(self, *args: Any) -> None:
+        await self._change("failed", *args)
+
     async def opted_out(self, rows: int) -> None:
         await self._call(SessionKeeper.opted_out, rows)
 
@@ -227,10 +236,6 @@ class RemoteSessions:
         if self._sending is None:
             self._sending = asyncio.create_task(self._send(), context=Context())
         return await changed
-
-    begin = partialmethod(_change, "begin")
-    answered = partialmethod(_change, "answered")
-    failed = partialmethod(_change, "failed")
 
     async def _send(self) -> None:
         while self._unsent:

@@ -9,9 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import free_port
+
 _SCRIPT = """
+import sys
+
+import httpx
 import ray
 from ray.cluster_utils import Cluster
+
+from rayrft.config import read_config
+from rayrft.config.serve import RewardServiceConfig
+from rayrft.core.services import serve_rewards
 
 from rayrft.errors import ConfigError
 from rayrft.runtime.serving import applications
@@ -38,15 +47,26 @@ except ConfigError as error:
     assert error.field == "serve.port"
 else:
     raise AssertionError("it opened")
+settings = {"reward": {"name": "math"}, "serve": {"port": int(sys.argv[1]), "replicas": 2}}
+service = serve_rewards(read_config(RewardServiceConfig, settings))
+asked = {"task": {"prompt": "1 + 1?", "answer": "2"}, "response": "It is 2."}
+for _ in range(6):  # each replica is reached, though it listens at its node's loopback address
+    assert httpx.post(f"{service.url}/score", json=asked, timeout=60).json()["value"] == 1
+service.stop()
 print("as it should be")
 """
 
 
 @pytest.mark.slow
-def test_an_application_is_opened_on_a_head_without_cpus_from_any_node(tmp_path: Path) -> None:
+def test_an_application_is_opened_and_served_on_a_head_without_cpus_from_any_node(tmp_path: Path) -> None:
     """In a process of its own: it makes a cluster of two nodes."""
     environment = {**os.environ, "RAY_ADDRESS": "", "RAY_USAGE_STATS_ENABLED": "0"}
     ran = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", _SCRIPT, str(free_port())],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert ran.returncode == 0 and "as it should be" in ran.stdout, ran.stderr[-4000:]
