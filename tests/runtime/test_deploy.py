@@ -16,6 +16,7 @@ import sys
 
 import httpx
 import ray
+from ray._private.state import actors
 from ray.cluster_utils import Cluster
 
 from rayrft.config import read_config
@@ -50,8 +51,10 @@ else:
 settings = {"reward": {"name": "math"}, "serve": {"port": int(sys.argv[1]), "replicas": 2}}
 service = serve_rewards(read_config(RewardServiceConfig, settings))
 asked = {"task": {"prompt": "1 + 1?", "answer": "2"}, "response": "It is 2."}
-for _ in range(6):  # each replica is reached, though it listens at its node's loopback address
-    assert httpx.post(f"{service.url}/score", json=asked, timeout=60).json()["value"] == 1
+assert httpx.post(f"{service.url}/score", json=asked, timeout=60).json()["value"] == 1
+# Both of these nodes have one loopback address. Others have one each, at which a replica listens for its own node.
+replicas = [each for each in actors().values() if "rewards:http" in each["Name"]]
+assert len(replicas) == 2 and {each["Address"]["NodeID"] for each in replicas} == {cluster.head_node.node_id}
 service.stop()
 print("as it should be")
 """
