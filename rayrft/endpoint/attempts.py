@@ -109,14 +109,12 @@ class ApplicationAttempt:
     async def generate(
         self, request: Request, sessions: Sequence[Session] = (), on_tokens: TokenCallback | None = None
     ) -> list[Completion]:
-        if request.alternatives or request.scored:
-            problem = "attempts are sampled without the log-probs of other tokens and of prompts"
-            raise RequestRefused(problem, "ask for the log-probs of the answer alone", field="top_logprobs")
+        if request.scored:
+            problem, remedy = "attempts are sampled without the log-probs of prompts", "ask for those of the answer"
+            raise RequestRefused(problem, remedy, field="logprobs")
         sampling = request.sampling
-        answers = (
-            self._model.generate(request.prompt, request.images, sampling.max_tokens, sampling.json_schema)
-            for _ in range(request.n)
-        )
+        asked = request.prompt, request.images, sampling.max_tokens, sampling.json_schema, request.alternatives
+        answers = (self._model.generate(*asked) for _ in range(request.n))
         try:
             return await asyncio.gather(*answers)
         except asyncio.CancelledError:

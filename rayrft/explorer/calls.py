@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,8 @@ class _Call(NamedTuple):
     images: tuple[str, ...] = ()
     schema: str = ""
     """The JSON schema of the answer. Such an answer cannot be continued: if it is interrupted, it is sampled again."""
+    alternatives: int = 0
+    """Number of most probable tokens that the answer has per token."""
     answer: Completion = UNBEGUN
 
     @property
@@ -53,6 +56,9 @@ class _Call(NamedTuple):
     def to_experience(self, experience_id: str, group_id: str, task_id: str) -> Experience:
         token_ids = [*self.prompt, *self.answer.token_ids]
         mask, logprobs, versions = action_columns([(len(self.prompt), self.answer)], len(token_ids))
+        asked = {"json_schema": self.schema} if self.schema else {}
+        if self.alternatives:
+            asked["alternatives"] = json.dumps([self.alternatives, self.answer.alternatives])
         return Experience(
             experience_id=experience_id,
             group_id=group_id,
@@ -64,7 +70,7 @@ class _Call(NamedTuple):
             weight_versions=versions,
             stop_reason=self.answer.stop_reason if self.finished else None,
             images=self.images,
-            labels={"json_schema": self.schema} if self.schema else {},
+            labels=asked,
         )
 
     @classmethod
@@ -73,8 +79,10 @@ class _Call(NamedTuple):
         spans = tuple((span.start - at, span.end - at, span.version) for span in row.weight_versions)
         tokens = tuple(row.token_ids[at:].tolist())
         logprobs = tuple(row.logprobs[at:].tolist())
-        answer = Completion(tokens, logprobs, spans, row.stop_reason or INTERRUPTED)
-        return cls(row.token_ids[:at].tolist(), row.images, row.labels.get("json_schema", ""), answer)
+        count, best = json.loads(row.labels.get("alternatives", "[0, []]"))
+        others = tuple(tuple((token, logprob) for token, logprob in each) for each in best)
+        answer = Completion(tokens, logprobs, spans, row.stop_reason or INTERRUPTED, others)
+        return cls(row.token_ids[:at].tolist(), row.images, row.labels.get("json_schema", ""), count, answer)
 
 
 @dataclass
@@ -170,11 +178,13 @@ class GroupCalls:
         """Return the `Generate` function of one repeat."""
         attempt = self.attempts[repeat]
 
-        async def generate(prompt: list[int], max_tokens: int, images: tuple[str, ...], schema: str = "") -> Completion:
+        async def generate(
+            prompt: list[int], max_tokens: int, images: tuple[str, ...], schema: str = "", alternatives: int = 0
+        ) -> Completion:
             if attempt.ended:
                 raise RuntimeError("the attempt has ended: await all that a workflow begins")
             number = len(attempt.made) + 1
-            call = _Call(prompt, images, schema)
+            call = _Call(prompt, images, schema, alternatives)
             if recorded := attempt.recorded.pop(number, None):
                 if recorded._replace(answer=UNBEGUN) == call:
                     call = recorded
@@ -233,7 +243,8 @@ class GroupCalls:
             begun = len(call.answer.token_ids)
             seed = derive_seed(seed, f"{number}/{begun}" if begun else str(number)) + repeat
         sampling = replace(self._sampling, max_tokens=max_tokens, seed=seed, json_schema=call.schema)
-        return Request([*call.prompt, *call.answer.token_ids], n, sampling, call.images)
+        prompt = [*call.prompt, *call.answer.token_ids]
+        return Request(prompt, n, sampling, call.images, alternatives=call.alternatives)
 
     async def _first(self, repeat: int, call: _Call, max_tokens: int) -> Completion:
         loop = asyncio.get_running_loop()

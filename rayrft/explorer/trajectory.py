@@ -20,9 +20,9 @@ from rayrft.explorer.engines.auxiliary import AuxiliaryModel
 from rayrft.explorer.engines.exchange import Completion, Session
 from rayrft.rewards import RewardResult, StepReward, Transcript
 
-Generate = Callable[[list[int], int, tuple[str, ...], str], Awaitable[Completion]]
+Generate = Callable[[list[int], int, tuple[str, ...], str, int], Awaitable[Completion]]
 """Sample one continuation, of at most so many tokens, of a sequence with placeholders for the images at the paths; it
-follows the JSON schema, if that is not empty."""
+follows the JSON schema, if that is not empty, and has so many alternatives to each token."""
 
 
 ScoreAnswer = Callable[[Task, str], Awaitable[RewardResult]]
@@ -117,9 +117,11 @@ class Model:
         images: tuple[str, ...] = (),
         max_tokens: int | None = None,
         json_schema: str = "",
+        alternatives: int = 0,
     ) -> Completion:
         """Continue a token sequence by at most ``max_tokens``, by default ``explorer.sampling.max_tokens``. What
-        follows a ``json_schema`` is not sampled as the run samples, and is not to be trained.
+        follows a ``json_schema`` is not sampled as the run samples, and is not to be trained. ``alternatives`` is the
+        number of most probable tokens to return per token.
 
         Raises ContextFull, RequestRefused if the engine rejects the request, and ActorDied.
         """
@@ -127,7 +129,8 @@ class Model:
         room = self.max_length - len(token_ids)
         if room <= 0:
             raise ContextFull(f"{len(token_ids)} tokens, at most {self.max_length} with the answer")
-        return await self._generate(token_ids, min(max_tokens or self.max_tokens, room), images, json_schema)
+        most = min(max_tokens or self.max_tokens, room)
+        return await self._generate(token_ids, most, images, json_schema, alternatives)
 
 
 class Trajectory:

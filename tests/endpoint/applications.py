@@ -84,6 +84,19 @@ def returns_nothing(question: str) -> None:
         say(client, messages)
 
 
+def sees_alternatives(question: str) -> int:
+    """Two turns; return the number of their tokens, each of which must come with the two most probable ones."""
+    client, messages, seen = openai.OpenAI(), list[Any](), 0
+    for text in (question, "Sure?"):
+        messages.append({"role": "user", "content": text})
+        [answer] = client.chat.completions.create(model="m", messages=messages, logprobs=True, top_logprobs=2).choices
+        messages.append(answer.message.model_dump(exclude_none=True))
+        assert answer.logprobs and answer.logprobs.content
+        assert [len(each.top_logprobs) for each in answer.logprobs.content] == [2] * len(answer.logprobs.content)
+        seen += len(answer.logprobs.content)
+    return seen
+
+
 def rates_itself(question: str) -> str:
     client = openai.OpenAI()
     answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": question}])

@@ -17,7 +17,7 @@ from rayrft.endpoint import attempts
 from rayrft.endpoint.agent import Agent
 from rayrft.endpoint.attempts import ApplicationAttempt
 from rayrft.errors import ActorDied, ConfigError
-from rayrft.experience import Experience, Task
+from rayrft.experience import Experience, Task, from_batch, to_batch
 from rayrft.explorer.calls import Parking
 from rayrft.explorer.engines.exchange import Completion, Request, Sampling
 from rayrft.explorer.rollout import Runner
@@ -174,16 +174,18 @@ async def test_an_application_without_room_for_an_answer_ends_its_row_for_length
         assert row.stop_reason == "length" and len(row.turns) > 4 and not rollout.failed
 
 
-async def test_a_parked_attempt_goes_on_from_the_tokens_that_it_has(tiny_model: Path) -> None:
-    async with running(tiny_model, "returns_nothing", lambda prompt: "abcdefgh"[len(prompt.split("|>")[-1]) :]) as ran:
+@pytest.mark.parametrize("agent", ["returns_nothing", "sees_alternatives"])
+async def test_a_parked_attempt_goes_on_from_the_tokens_that_it_has(tiny_model: Path, agent: str) -> None:
+    async with running(tiny_model, agent, lambda prompt: "abcdefgh"[len(prompt.split("|>")[-1]) :]) as ran:
         begun: list[Experience] = []
         for version in range(10):
             ran.policy.version = version
             rollout = await ran(parking=Parking(5, begun))
             if rollout.rows:
                 break
-            begun = rollout.parked
+            begun = from_batch(to_batch(rollout.parked))
         [row] = rollout.rows
+        assert row.reward == (len(sampled(row)) if agent == "sees_alternatives" else len("abcdefgh"))
         assert version == 3 and sampled(row) == [token for each in ran.policy.sampled for token in each.token_ids]
         assert {span.version for span in row.weight_versions} == {0, 1, 2, 3}
 

@@ -29,6 +29,8 @@ from tests.bench.lessons.lessons import TINY, Row, arguments, base, figures, sft
 from tests.e2e.conftest import free_port
 
 PAIRS = 200
+PORT = free_port()
+"""Of the pages of all seeds: Ray Serve has one address in a cluster."""
 
 
 def likeness() -> Callable[[Task, str], float]:
@@ -62,7 +64,7 @@ def sample(folder: Path, seed: int) -> Run:
 
 def judge(run: Run, pairs: int) -> FeedbackConfig:
     """Open the page of a run, and pick from so many pairs, as a person does who sees the right answers."""
-    settings = FeedbackConfig(port=free_port())
+    settings = FeedbackConfig(port=PORT)
     page = serve_feedback(run.folder, settings)
     url, key = page.url, (page.key_file or Path()).read_text().strip()
     try:
