@@ -99,12 +99,16 @@ def reproduce(
 
 
 def read_recipe(file: Path) -> Recipe:
-    """Read a recipe. Raises ConfigError, which names the key, if there is none or it is invalid."""
+    """Read a recipe. Raises ConfigError, which names file and key, if there is none or it is invalid."""
     if not file.is_file():
         known = [path.stem for path in RECIPES.glob("*.yaml")]
         hint = nearest(file.stem, known) if known else "run the command in a checkout, which has jobs/recipes"
         raise ConfigError("there is no such recipe", hint, field="name", value=str(file))
-    return read_config(Recipe, file)
+    try:
+        return read_config(Recipe, file)
+    except ConfigError as error:
+        where = " ".join(dict.fromkeys([str(file), error.field]))
+        raise ConfigError(error.problem, error.remedy, field=where, value=error.value) from None
 
 
 def figure_of(figures: Mapping[str, float], name: str) -> float:
