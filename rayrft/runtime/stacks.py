@@ -24,6 +24,11 @@ _FRAMES = 4
 """Innermost calls of a thread that are shown."""
 _LIBRARY = re.compile(r".*\((asyncio/|concurrent/|multiprocessing/|queue\.py|selectors\.py|threading\.py)")
 """A call of which a thread that waits for work consists, or with which it begins."""
+_SERVANT = re.compile(
+    r"\b(TMonitor\.run|RayMetrics\._export|_Template\.run|Parent\.call|SignalCallback\._run|_process_input_queue"
+    r"|process_(input|output)_sockets|monitor_engine_liveness) \(|\(multiprocessing/resource_tracker"
+)
+"""A call in which a thread of a library waits for as long as its process lives."""
 
 
 async def look_at(actor: Handle[Any], look: Callable[[int], R]) -> R | None:
@@ -62,6 +67,6 @@ def dump(pid: int) -> str:
         calls = [call for call in re.findall(r"^    (.+)$", thread, re.M) if "(ray/" not in call]
         while calls and _LIBRARY.match(calls[-1]):
             calls.pop()
-        if calls:
+        if calls and not any(map(_SERVANT.search, calls)):
             stacks.append(" < ".join(calls[:_FRAMES]))
     return "; ".join(stacks)

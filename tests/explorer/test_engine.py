@@ -31,6 +31,7 @@ from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
 from rayrft.explorer.engines.exchange import INTERRUPTED, Capacity, Chunk, Completion, Request, Sampling, Session
 from rayrft.pipelines.run.models import AskedModel
 from rayrft.rewards import Reward, inline, register_reward
+from rayrft.runtime.stacks import dump
 from rayrft.runtime.waits import WaitReport
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.loading import load_hf, load_policy
@@ -401,8 +402,11 @@ def test_requests_in_flight_survive_an_update_and_alone_use_a_cache_that_is_kept
     assert found[0] < 1e-4 and found[1] > 1e-3
 
 
-def test_an_engine_leaves_no_semaphore_behind_that_only_it_would_remove(engine: EngineUnderTest) -> None:
+def test_an_idle_engine_has_no_thread_to_show_and_no_semaphore_that_only_it_would_remove(
+    engine: EngineUnderTest,
+) -> None:
     actor = psutil.Process(ray.get(engine.actor.pid.remote()))
+    assert dump(actor.pid) == ""
     for process in (actor, *actor.children(recursive=True)):
         assert not [each.path for each in process.memory_maps() if each.path.startswith("/dev/shm/sem.")]
 
