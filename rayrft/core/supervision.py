@@ -28,7 +28,8 @@ class StallMonitor:
 
     ``heartbeats`` has a call for each actor that returns its `WaitReport`, or anything else if it keeps none: an answer
     shows that the actor is alive. A stalled wait is noted after ``patience_s`` without progress, and again whenever
-    that time has doubled, with the calls in which its target is; after ``stall_s`` it ends the run.
+    that time has doubled, with the calls in which its target is; after ``stall_s`` it ends the run. The first trouble
+    of each actor is noted.
     """
 
     waits: Waits
@@ -56,6 +57,8 @@ class StallMonitor:
         self._polls, self._silent = 0, set[str]()
         """Polls so far, and the actors that keep no waits."""
         self._next_note: dict[tuple[str, str], float] = {}
+        self._troubled = set[str]()
+        """Actors whose trouble was noted."""
         self._awaited = set[str]()
         """Targets of waits that were quiet at the latest poll: they are asked at each."""
 
@@ -72,6 +75,10 @@ class StallMonitor:
     async def poll(self) -> float:
         """Note overdue waits; return the seconds until the next poll. Raises Stalled."""
         reports = await self._ask_all()
+        for name, report in reports.items():
+            if report.trouble and name not in self._troubled:
+                self._troubled.add(name)
+                await self.note(f"{name}: nothing has succeeded yet: {report.trouble}")
         waits = quiet_waits([self.waits.report(), self._pings.report()], reports)
         self._awaited = {wait.target for wait in waits if wait.quiet_s >= self.patience_s / _POLLS}
         late = [wait for wait in waits if wait.quiet_s >= self.patience_s or wait.target == ROOM]

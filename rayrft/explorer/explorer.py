@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
@@ -175,8 +175,8 @@ class Explorer(TaskActor):
         )
 
     async def waiting(self) -> WaitReport:
-        """Report what groups and evaluation wait for, and for how long."""
-        return self._waits.report()
+        """Report what groups and evaluation wait for, and for how long, and why all groups have failed."""
+        return replace(self._waits.report(), trouble=self.flow.trouble or "")
 
     @once
     async def _open_rewards(self) -> None:

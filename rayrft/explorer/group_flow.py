@@ -63,6 +63,8 @@ class GroupFlow:
         """Numbers of the latest groups that failed, in the order in which groups were started."""
         self._empty = 0
         """Number of consecutive groups of which no row was kept."""
+        self.trouble: str | None = ""
+        """Why the latest group failed; None once a group has not."""
 
     @property
     def rolling(self) -> int:
@@ -115,6 +117,8 @@ class GroupFlow:
             self._count_failure(number, f"the reward is unknown: {group.unknown}")
         elif group.problem and not verified.rows:
             self._count_failure(number, group.problem)
+        else:
+            self.trouble = None
         self._count_empty(group)
 
     def end_due(self, stage: StageConfig, step: int) -> None:
@@ -210,6 +214,7 @@ class GroupFlow:
     def _count_failure(self, number: int, problem: str) -> None:
         """Count a failed group. Raise RayrftError if too many failed in a row, in the order in which groups were
         started: a group that fails at once does not wait for groups that are sampling."""
+        self.trouble = problem if self.trouble is not None else None
         self.failed = {each for each in self.failed if each > number - _REMEMBERED} | {number}
         first = last = number
         while first - 1 in self.failed:

@@ -61,11 +61,13 @@ class Wait:
 
 @dataclass(frozen=True)
 class WaitReport:
-    """An actor's current waits, for how long it has made no progress, and what it does if it loads."""
+    """An actor's current waits, for how long it has made no progress, what it does if it loads, and why all that it has
+    done so far has failed, if it has."""
 
     waits: list[Wait]
     quiet_s: float
     doing: str = ""
+    trouble: str = ""
 
 
 @dataclass

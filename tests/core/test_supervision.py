@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -201,11 +202,11 @@ class Notes:
     """What was noted; ``come`` waits for so many."""
 
     def __init__(self) -> None:
-        self.told: list[list[dict[str, Any]]] = []
+        self.told: list[Sequence[dict[str, Any]]] = []
         self.texts: list[str] = []
         self._changed = asyncio.Condition()
 
-    async def __call__(self, text: str, *, waiting: list[dict[str, Any]]) -> None:
+    async def __call__(self, text: str, *, waiting: Sequence[dict[str, Any]] = ()) -> None:
         async with self._changed:
             self.told.append(waiting)
             self.texts.append(text)
@@ -273,6 +274,20 @@ async def test_an_actor_whose_write_waits_for_room_is_noted_at_once_and_not_kill
         await asyncio.wait_for(asked.acquire(), 20)
     assert not killed and not watching.done() and "1.0 MB free" in monitor.overdue[0]
     watching.cancel()
+
+
+async def test_the_first_trouble_of_an_actor_is_noted_once() -> None:
+    notes, asked = Notes(), asyncio.Semaphore(0)
+
+    async def explorer() -> WaitReport:
+        asked.release()
+        return WaitReport([], 0.0, trouble="the program ended with status 1")
+
+    watching = asyncio.ensure_future(StallMonitor(Waits("master"), {"explorer": explorer}, notes, 0.03, 60.0).watch())
+    for _ in range(5):
+        await asyncio.wait_for(asked.acquire(), 20)
+    watching.cancel()
+    assert notes.texts == ["explorer: nothing has succeeded yet: the program ended with status 1"]
 
 
 async def test_an_actor_that_a_signal_has_stopped_is_killed_long_before_a_silent_one(ray_cluster: Any) -> None:

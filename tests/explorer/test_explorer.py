@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,8 @@ async def test_a_run_whose_groups_all_fail_ends_with_the_cause(
     exploring = await subject.begin()
     with pytest.raises(RayrftError, match=cause, check=about(field)):
         await asyncio.wait_for(exploring, 60)
+    trouble = (await subject.explorer.waiting()).trouble
+    assert re.search(cause, f"32 consecutive groups failed: {trouble}") if field == "explorer" else not trouble
     ledger = await subject.ledger()
     [(found, count)] = {**ledger.dropped, **ledger.dropped_tasks}.items()
     assert found == reason and count in dropped and ledger.sampled == sum(ledger.dropped.values())
