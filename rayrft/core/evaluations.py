@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from rayrft.errors import ActorDied, WeightSyncError
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
-from rayrft.monitor.records import EvaluationRecord, RecordKey
+from rayrft.monitor.records import EvaluationRecord
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, root_cause
 from rayrft.runtime.waits import cancel, unless
@@ -41,8 +41,6 @@ class Evaluations:
     publish: Callable[[], Awaitable[Any]]
     """Gives the rollout engines the current weights."""
     restarts: Restarts
-    recorded: Collection[RecordKey] = ()
-    """Keys of the records of steps that are repeated: see `TrainLoop`."""
 
     def __post_init__(self) -> None:
         self._running: asyncio.Future[list[EvaluationRecord]] | None = None
@@ -61,7 +59,7 @@ class Evaluations:
         """
         if not self.config.evaluation.enabled or not self.explorers:
             return None
-        if (EvaluationRecord.kind, stage.name, self.progress.step) in self.recorded:
+        if (EvaluationRecord.kind, stage.name, self.progress.step) in self.recorder.repeated:
             return None
         if self._running is not None and not self._running.done():
             self._skipped += 1

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
@@ -37,7 +37,7 @@ from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer
 from rayrft.files import Room
 from rayrft.monitor.recorder import Recorder
-from rayrft.monitor.records import Record, RecordKey, RestartRecord
+from rayrft.monitor.records import Record, RestartRecord
 from rayrft.monitor.summary import RunStatus, Summary, rows_in_log, status_at_end, summarise
 from rayrft.registry import load_plugins
 from rayrft.runtime import ray_api
@@ -260,8 +260,8 @@ class Master(Watched):
         self._status = "finished"
         return None
 
-    async def _make_loop(self, parts: RunParts, recorded: Collection[RecordKey] = ()) -> TrainLoop | ExploreLoop:
-        """Make the loop of the run's mode; join the named Buffer, if the run has one. ``recorded``: see `TrainLoop`."""
+    async def _make_loop(self, parts: RunParts) -> TrainLoop | ExploreLoop:
+        """Make the loop of the run's mode; join the named Buffer, if the run has one."""
         config, prepared, progress, recorder = self._config, parts.prepared, self._progress, self._recorder
         explorers, policy, shared = parts[ExplorerPart].actors, parts[PolicyEngines].group, parts.shared
         if not config.trains:
@@ -286,7 +286,6 @@ class Master(Watched):
             self._sync,
             parts[EvaluationEngines].group,
             self._steering,
-            recorded=recorded,
             attention=prepared.attention,
         )
 
@@ -337,7 +336,6 @@ class Master(Watched):
 
     async def _run_again(self, parts: RunParts) -> None:
         """Run the stages from the latest checkpoint on, with the actors of now."""
-        recorded: Collection[RecordKey] = ()
         async with self._changing_weights():
             if self._config.trains:
                 checkpoints = Checkpoints(self._config.folder, self._config.checkpoint)
@@ -345,9 +343,9 @@ class Master(Watched):
                 assert latest is not None  # there is one from before the first step on
                 vars(self._progress).update(vars(latest))
                 await self._return_to_config(parts)
-                recorded = await asyncio.to_thread(self._recorder.keys_since, latest.step)
+                await asyncio.to_thread(self._recorder.rewind, latest.step)
                 await self._lose_steps(parts)
-            self._loop = loop = await self._make_loop(parts, recorded)
+            self._loop = loop = await self._make_loop(parts)
             if isinstance(loop, TrainLoop):
                 await loop.restore()
             if self._sync is not None:

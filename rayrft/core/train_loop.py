@@ -7,7 +7,6 @@ import contextlib
 import math
 import time
 import uuid
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -30,7 +29,7 @@ from rayrft.errors import ConfigError, LeaseEnded, NotFinite, RayrftError, RowsF
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
-from rayrft.monitor.records import EvaluationRecord, PairsRecord, Record, RecordKey, StepRecord, record_key
+from rayrft.monitor.records import EvaluationRecord, PairsRecord, StepRecord, record_key
 from rayrft.monitor.verdict import Bottleneck, check_gap, check_on_policy_step
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle
@@ -69,8 +68,6 @@ class TrainLoop:
     """Ledger of rows after the latest step."""
     published: int = field(default=0, init=False)
     """Version of the weights that the engines have."""
-    recorded: Collection[RecordKey] = ()
-    """Keys of the records of the steps that are repeated after a rewind. They are not written again."""
     attention: float = 0.0
     """See `StagePlan`."""
 
@@ -90,7 +87,6 @@ class TrainLoop:
             self.weight_sync,
             self.publish,
             self.restarts,
-            self.recorded,
         )
         self._bottleneck, self._gap_noted = Bottleneck(), False
         """Of the current stage."""
@@ -107,7 +103,7 @@ class TrainLoop:
         if resumed.torn_bytes:
             message = f"a crash left {resumed.torn_bytes} bytes of unfinished writes in the Buffer's log: truncated"
             await self.recorder.note(message, step=progress.step)
-        if repeated := max((step for kind, _, step in self.recorded if kind == StepRecord.kind), default=0):
+        if repeated := max((step for kind, _, step in self.recorder.repeated if kind == StepRecord.kind), default=0):
             await self.recorder.note(f"repeats steps {progress.step + 1} to {repeated}", step=progress.step)
         try:
             for number in range(len(self.config.stages)):
@@ -166,7 +162,7 @@ class TrainLoop:
     async def _checkpoint(self) -> None:
         """Start writing a checkpoint, with a note of it that stays when its folder is deleted."""
         await self.note("writes a checkpoint", checkpoint=self.progress.step)
-        await self._saving.checkpoint(self._records)
+        await self._saving.checkpoint(self.recorder.count(self.progress.step))
 
     async def evaluate(self, changes: dict[str, Any]) -> asyncio.Future[list[EvaluationRecord]]:
         """Evaluate between two steps, with these changes of the config; with evaluation engines the future is done
@@ -307,27 +303,15 @@ class TrainLoop:
         )
         progress.accuracy, progress.reward = None, record.reward
         self._bottleneck.add(record)
-        await self._record(record)
+        await self.recorder.add(record)
+        repeated = record_key(record) in self.recorder.repeated
         if self.steering is not None:  # before new groups are admitted, so that changes apply to all of them
-            if not self._is_recorded(record):
+            if not repeated:
                 await self.steering.guard(self, record)
             await self.steering.border(self, partial(self.unless_ended, exploring=exploring))
         await self.buffer.call(Buffer.advance, self.published)
-        if not self._is_recorded(record) and not record.metrics.skipped_updates:
+        if not repeated and not record.metrics.skipped_updates:
             await self.doubt(stage, lease, results[0])
-
-    async def _record(self, record: Record) -> None:
-        if not self._is_recorded(record):
-            await self.recorder.add(record)
-
-    def _is_recorded(self, record: Record) -> bool:
-        return record_key(record) in self.recorded
-
-    @property
-    def _records(self) -> int:
-        """The number of records that a run keeps which resumes from here."""
-        later = [step for kind, _, step in self.recorded if kind == StepRecord.kind and step > self.progress.step]
-        return self.recorder.count_until(min(later)) if later else self.recorder.count
 
     async def doubt(self, stage: StageConfig, lease: Lease, result: StepResult) -> None:
         """Note what looks wrong about a first step, and a stage's first gap. Raises WeightSyncError (`check_gap`)."""
@@ -405,7 +389,7 @@ class TrainLoop:
         blocks = await self.buffer.call(Buffer.partition, store)
         found = (await self._ranks.call(RankApi.rank_pairs, blocks))[0]
         step, taken, seconds = self.progress.step, self.progress.stage_step, time.perf_counter() - started
-        await self._record(PairsRecord.of(stage.name, step, taken, found, seconds))
+        await self.recorder.add(PairsRecord.of(stage.name, step, taken, found, seconds))
 
     async def _judge(self, stage: StageConfig) -> None:
         """Note what bounds the stage."""

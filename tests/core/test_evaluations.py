@@ -189,7 +189,7 @@ async def test_an_evaluation_without_engines_that_are_alive_is_lost_and_the_othe
 
 async def test_the_evaluation_of_a_repeated_step_is_not_made_again(make: Make) -> None:
     made = make(0)
-    made.subject.recorded = {("evaluation", made.stage.name, 2)}
+    made.recorder.repeated = {("evaluation", made.stage.name, 2)}
     await asyncio.wait_for(made.at(2), 20)
     assert not made.explorer.asked
     made.explorer.answers.put_nowait(answer(4))

@@ -255,7 +255,7 @@ async def test_a_sink_that_blocks_delays_no_record_and_gets_all_in_order(tmp_pat
     recorder = Recorder(config)
     for number in range(20):
         await recorder.add(step(step=number))
-    assert (recorder.count, Listed.got) == (20, [])
+    assert (recorder.count(0), Listed.got) == (20, [])
     closing = asyncio.ensure_future(recorder.close(ENDED))
     Blocks.answers.set()
     await closing
