@@ -374,14 +374,21 @@ class Master(Watched):
             await self._admit(engines)
 
     async def _admit(self, engines: list[Handle[RolloutEngine]]) -> SyncReport | None:
-        assert self._parts is not None and self._loop is not None  # the run is up
+        """Let rollout engines take requests once they hold the trainer's weights, if there is a trainer."""
+        policy = self._parts[PolicyEngines].group if self._parts is not None else None
+        assert policy is not None  # they are its engines
         while True:
             await self._restarts.restored()
             if self._sync is not None:
                 await self._sync.caught_up.wait()
             async with self._changing_weights():
-                if not self._restarts.rewinding and (self._sync is None or self._sync.caught_up.is_set()):
-                    return await self._loop.admit(self._parts[PolicyEngines].group, engines)
+                if self._restarts.rewinding:
+                    continue
+                if self._sync is None:
+                    await policy.join(engines)
+                    return None
+                if self._sync.caught_up.is_set():
+                    return await self._sync.admit(engines, self._progress.step)
 
     @contextlib.asynccontextmanager
     async def _changing_weights(self) -> AsyncIterator[None]:

@@ -26,7 +26,6 @@ from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import WeightSync
 from rayrft.data.demonstrations import held_out_name
 from rayrft.errors import ConfigError, LeaseEnded, NotFinite, RayrftError, RowsFailed, Stalled, StorageError
-from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import EvaluationRecord, PairsRecord, StepRecord, record_key
@@ -126,12 +125,6 @@ class TrainLoop:
         """Publish the trainer's weights to the engines; their version is the number of optimiser steps taken."""
         self.published = self.progress.step
         return await self.weight_sync.publish(self.published) if self.weight_sync is not None else None
-
-    async def admit(self, policy: EngineGroup | None, engines: list[Handle[RolloutEngine]]) -> SyncReport | None:
-        """Let rollout engines take requests once they hold the trainer's weights."""
-        if policy is None or self.weight_sync is None:
-            return None
-        return await self.weight_sync.admit(engines, self.progress.step)
 
     async def restore(self) -> None:
         """Restore the weights of the latest checkpoint; all other state is restored when the stage is open."""
