@@ -76,17 +76,7 @@ class TrainLoop:
         self._attempt = uuid.uuid4().hex
         """Distinguishes this attempt of the run from those before it was resumed."""
         self._saving = Saver(self.config, self.buffer, self.trainer, self.progress)
-        self._evaluations = Evaluations(
-            self.config,
-            self.explorers,
-            self.evaluation,
-            self.recorder,
-            self.progress,
-            self._saving,
-            self.weight_sync,
-            self.publish,
-            self.restarts,
-        )
+        self._evaluations = Evaluations(self, self._saving)
         self._bottleneck, self._gap_noted = Bottleneck(), False
         """Of the current stage."""
         self.trained_by: Any = None
@@ -170,7 +160,7 @@ class TrainLoop:
         """Continue with a config in which changeable keys differ: in this actor, ranks, Explorers and Buffer."""
         if config.explorer.sampling != self.config.explorer.sampling:
             self._mixed_until = self.progress.step + max(config.max_staleness, self.config.max_staleness)
-        self.config = self._evaluations.config = config
+        self.config = config
         stage, temperature = config.stages[self.progress.stage], config.explorer.sampling.temperature
         self._saving.checkpoints.config = config.checkpoint
         await self._ranks.call(RankApi.adjust, stage.algorithm.build(), stage, temperature)

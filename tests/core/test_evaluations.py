@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import ray
@@ -13,6 +14,7 @@ import ray
 from rayrft.config.stage import EvaluationConfig
 from rayrft.core.checkpoints import Checkpoints, Progress, Saver
 from rayrft.core.evaluations import Evaluations
+from rayrft.core.train_loop import TrainLoop
 from rayrft.errors import WeightSyncError
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt, Evaluation, measure
@@ -73,10 +75,11 @@ class Subject:
         nobody = remote(None)
         group: Any = self if engines else None
         self.saver = Saver(config, nobody, nobody, self.progress)
-        sync: Any = self.sync
         self.stage = config.stages[0]
-        shared = (self.recorder, self.progress, self.saver, sync, self._publish, restarts())
-        self.subject = Evaluations(config, [remote(self.explorer)], group, *shared)
+        self.loop = create_autospec(TrainLoop, config=config, explorers=[remote(self.explorer)], evaluation=group)
+        self.loop.recorder, self.loop.progress, self.loop.restarts = self.recorder, self.progress, restarts()
+        self.loop.weight_sync, self.loop.publish = self.sync, self._publish
+        self.subject = Evaluations(self.loop, self.saver)
 
     async def at(self, step: int, other: EvaluationConfig | None = None) -> None:
         """What the train loop does at a step of the stage."""
@@ -213,5 +216,5 @@ async def test_a_resumed_run_keeps_what_was_told_late_of_steps_before_its_checkp
     for step in (0, 2, 4, 6):
         made.explorer.answers.put_nowait(answer(step))
         await made.at(step)
-    resumed = Recorder(made.subject.config, kept=1, step=4)
+    resumed = Recorder(made.loop.config, kept=1, step=4)
     assert [record.step for record in resumed.file.read()] == [0, 2, 4]
