@@ -61,7 +61,7 @@ class OneRank:
         self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()
         self._written: dict[Path, asyncio.Future[str | None]] = {}
-        setup = RankSetup(Handle("trainer", self), config.trainer, str(config.model.path), "float32", 1.0, [])
+        setup = RankSetup(Handle("trainer", self), config, config.trainer, str(config.model.path))
         self.rank = Rank(setup, 0, torch.device("cpu"))
         self.wrote = type("Method", (), {"remote": self._wrote})
 
