@@ -118,7 +118,9 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     """Start a run, or resume one from ``progress``."""
     check_storage(checked)
     connect()
-    _check_name(checked.name)
+    if checked.name in running_runs():
+        remedy = f"choose another name (name=…), or run: rayrft stop {checked.name}"
+        raise PlacementError("a run of this name is running", remedy, field="name", value=checked.name)
     reserve_name(checked.name)
     guard = Guard(checked.name, checked.monitor.stall_s)
     try:
@@ -189,11 +191,3 @@ def find_status(run: str) -> RunStatus:
             return read_run(run).status()
         except RunNotFound:
             raise error from None
-
-
-def _check_name(name: str) -> None:
-    running, starting = name in running_runs(), name in starting_runs()
-    if running or starting:
-        problem = f"a run of this name is {'running' if running else 'starting'}"
-        remedy = f"choose another name (name=…), or {f'run: rayrft stop {name}' if running else 'wait for its end'}"
-        raise PlacementError(problem, remedy, field="name", value=name)
