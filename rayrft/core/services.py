@@ -152,12 +152,10 @@ def serve_feedback(folder: Path, settings: FeedbackConfig) -> OpenService:
     config = load_run_config(folder)
     from rayrft.feedback.app import build_page
 
-    def arguments(digests: tuple[str, ...]) -> tuple[Any, ...]:
-        return config, folder, settings, digests, *_buffer_of(config)
-
     # Not one of the run's actors, which end with it: people continue with its log.
-    route, key_file = f"feedback/{config.name}", feedback_folder(folder) / "key"
-    return _open_page(f"{config.name}:feedback", route, settings, build_page, arguments, key_file)
+    name, route, key_file = f"{config.name}:feedback", f"feedback/{config.name}", feedback_folder(folder) / "key"
+    build = partial(build_page, config, folder, settings)
+    return _open_page(name, route, settings, build, _buffer_of(config), key_file)
 
 
 REPORTS: dict[str, Callable[[RunConfig], Sequence[Any]]] = {"plan": plan, "doctor": doctor}
@@ -171,11 +169,8 @@ def deploy_viewer(storage: Path, settings: ViewerConfig) -> OpenService:
     from rayrft.viewer.index import cache_folder
 
     check_storage_folder(storage)
-
-    def arguments(digests: tuple[str, ...]) -> tuple[Any, ...]:
-        return storage.absolute(), settings, digests, _buffer_of, REPORTS
-
-    return _open_page("viewer", "viewer", settings, Viewer, arguments, cache_folder() / "key-cluster")
+    build, key_file = partial(Viewer, storage.absolute(), settings), cache_folder() / "key-cluster"
+    return _open_page("viewer", "viewer", settings, build, (_buffer_of, REPORTS), key_file)
 
 
 def _buffer_of(config: FolderConfig) -> tuple[str, str]:
@@ -189,18 +184,19 @@ def _open_page(
     route: str,
     settings: HttpConfig,
     build: Callable[..., HttpService],
-    arguments: Callable[[tuple[str, ...]], tuple[Any, ...]],
+    arguments: tuple[Any, ...],
     key_file: Path,
 ) -> OpenService:
-    """Deploy a page on Ray Serve. Its ``arguments`` are made of the digests of keys: those of its settings, or of one
-    that is written to ``key_file``."""
+    """Deploy a page on Ray Serve, built of the digests of its keys and the ``arguments``. The keys are those of its
+    settings, or one that is written to ``key_file``."""
     digests, key = read_keys(settings), secrets.token_urlsafe(24)
     connect()
     from rayrft.runtime.serving.applications import HttpApplication, Owner, create_anchor, delete_applications
 
     _prepare([_http_bundles(settings)])
     owner = Owner(NAMESPACE, route)
-    application = HttpApplication(name, route, settings, owner, build, arguments(digests or (key_digest(key),)))
+    arguments = digests or (key_digest(key),), *arguments
+    application = HttpApplication(name, route, settings, owner, build, arguments)
     with contextlib.ExitStack() as closing:
         anchor = create_anchor(owner)
         closing.callback(anchor.kill)
