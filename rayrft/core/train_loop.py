@@ -36,7 +36,7 @@ from rayrft.runtime.waits import cancel
 from rayrft.trainer.api import RankApi
 from rayrft.trainer.batch_pipeline import ProcessedLease
 from rayrft.trainer.result import StepResult, group_value_errors
-from rayrft.trainer.trainer import Ranks, Trainer
+from rayrft.trainer.trainer import Trainer, ask_ranks
 from rayrft.weights.messages import SyncReport
 
 R = TypeVar("R")
@@ -72,7 +72,6 @@ class TrainLoop:
 
     def __post_init__(self) -> None:
         self.published = self.progress.step
-        self._ranks = Ranks(self.trainer)
         self._attempt = uuid.uuid4().hex
         """Distinguishes this attempt of the run from those before it was resumed."""
         self._saving = Saver(self.config, self.buffer, self.trainer, self.progress)
@@ -163,7 +162,7 @@ class TrainLoop:
         self.config = config
         stage, temperature = config.stages[self.progress.stage], config.explorer.sampling.temperature
         self._saving.checkpoints.config = config.checkpoint
-        await self._ranks.call(RankApi.adjust, stage.algorithm.build(), stage, temperature)
+        await ask_ranks(self.trainer, RankApi.adjust, stage.algorithm.build(), stage, temperature)
         await asyncio.gather(*(explorer.call(Explorer.adjust, config) for explorer in self.explorers))
         await self.buffer.call(Buffer.adjust_stage, self._plan(stage))
 
@@ -216,7 +215,7 @@ class TrainLoop:
             before = [each.name for each in self.config.stages[: progress.stage] if not each.trains_reward_model]
             start_from = start_from or next(reversed(before), None)
         weights = await self._saving.exported(start_from) if start_from and not resumed else None
-        await self._ranks.call(RankApi.open_stage, algorithm, stage, weights)
+        await ask_ranks(self.trainer, RankApi.open_stage, algorithm, stage, weights)
         if resumed:
             await self._saving.restore(whole=True)
             message = f"resumes after {progress.stage_step} steps"
@@ -328,7 +327,7 @@ class TrainLoop:
                 await changing.enter_async_context(self.weight_sync.weights)
                 await changing.enter_async_context(self.weight_sync.asleep())
             self.trained_by = self.trainer.actor
-            results = await self._ranks.call(RankApi.train, processed.lease)
+            results = await ask_ranks(self.trainer, RankApi.train, processed.lease)
             if trained := list(filter(None, results)):
                 return processed, trained, waited_s
             await changing.aclose()
@@ -370,7 +369,7 @@ class TrainLoop:
             return
         started, store = time.perf_counter(), f"expert/{held_out_name(stage.demonstrations or '')}"
         blocks = await self.buffer.call(Buffer.partition, store)
-        found = (await self._ranks.call(RankApi.rank_pairs, blocks))[0]
+        found = (await ask_ranks(self.trainer, RankApi.rank_pairs, blocks))[0]
         step, taken, seconds = self.progress.step, self.progress.stage_step, time.perf_counter() - started
         await self.recorder.add(PairsRecord.of(stage.name, step, taken, found, seconds))
 

@@ -22,7 +22,7 @@ from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.runtime.handle import Handle, TrackedHandle, answer, fence
 from rayrft.runtime.waits import Waits
 from rayrft.trainer.api import RankApi
-from rayrft.trainer.trainer import Ranks, Trainer
+from rayrft.trainer.trainer import Trainer, ask_ranks
 
 _APPLICATIONS = "agent", "program", "verifiers"
 """Workflows whose applications call an endpoint."""
@@ -324,7 +324,7 @@ class PolicyEngines(EngineRole):
         """Give each engine GPUs of ranks on its node. They stay the same if ranks or engines are replaced."""
         group, count, on = self.groups[""], self.config.explorer.engine.tensor_parallel, self.run.placement.node_of
         there = defaultdict[str | None, list[str]](list)
-        for node, gpus in sorted(await Ranks(trainer).call(RankApi.gpus)):
+        for node, gpus in sorted(await ask_ranks(trainer, RankApi.gpus)):
             there[node] += gpus
         for index in range(len(group.engines)):
             gpus = there[await asyncio.to_thread(on, self.name, index)]
