@@ -113,15 +113,13 @@ class Rank(RankApi):
         """Which fast paths the model does not support, and why; None if it supports all."""
         self.learner = Learner(
             self._loader.load(setup.model, lambda policy: policy),
-            micro_batch_tokens=setup.config.micro_batch_tokens,
+            setup.config,
             temperature=run.explorer.sampling.temperature,
             device=self._device,
             seed=run.seed,
             attention=attention_cost(setup.model),
             trace=Trace(run.trace_folder, f"rank-{index}"),
         )
-        self.learner.skips, self.learner.accumulate = setup.config.not_finite == "skip", setup.config.accumulate
-        self.learner.moments = setup.config.moments
         self._checkpointer = Checkpointer()
         self._channel: WeightChannel | None = None
         self._store: TCPStore | None = None
@@ -143,7 +141,7 @@ class Rank(RankApi):
         critic = teacher = reward_model = None
         if "critic" in algorithm.needs:
             critic = self._loader.load(self._setup.model, Critic)  # not from the current policy
-            updates, moments = stage.update.updates_per_step, self.learner.moments
+            updates, moments = stage.update.updates_per_step, self._setup.config.moments
             critic.optimizer = Optimizer(critic.parameters(), stage.critic_optimizer, stage.steps, updates, moments)
         if stage.teacher:
             teacher = self._loader.load(stage.teacher, lambda policy: policy, field="teacher", frozen=True)
