@@ -18,7 +18,7 @@ from rayrft.core.train_loop import TrainLoop
 from rayrft.errors import WeightSyncError
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt, Evaluation, measure
-from rayrft.monitor import sinks
+from rayrft.monitor.ray_metrics import RayMetrics
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import EvaluationRecord, NoteRecord
 from rayrft.runtime.handle import Handle
@@ -106,7 +106,7 @@ Make = Callable[[int], Subject]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
+    monkeypatch.setattr(RayMetrics, "write", lambda *_: None)
     return lambda engines: Subject(tmp_path, engines)
 
 

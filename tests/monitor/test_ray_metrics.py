@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 
 from rayrft.monitor import sinks
+from rayrft.monitor.ray_metrics import RayMetrics, measurements
 from rayrft.monitor.records import NoteRecord, RestartRecord
-from rayrft.monitor.sinks import RayMetrics, measurements
 from tests.core.given import run_folder
 from tests.monitor.made import documented, every_record, step
 
