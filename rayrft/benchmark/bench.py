@@ -20,7 +20,7 @@ from rayrft.config.tasks import TaskSourceConfig
 from rayrft.core.checkpoints import Checkpoints, export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.doctor import check_gpus
-from rayrft.core.parts.engines import EngineGroup, policy_model, serve_engines
+from rayrft.core.engine_groups import EngineGroup, policy_model, serve_engines
 from rayrft.core.parts.rewards import remote_models, remote_scoring, reward_actors, reward_service
 from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_room, fitting_nodes, show_plan

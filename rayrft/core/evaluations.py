@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rayrft.config import StageConfig
 from rayrft.config.stage import EvaluationConfig
 from rayrft.core.checkpoints import Saver
-from rayrft.core.parts.engines import EngineGroup
+from rayrft.core.engine_groups import EngineGroup
 from rayrft.errors import ActorDied, WeightSyncError
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer

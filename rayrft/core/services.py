@@ -17,10 +17,10 @@ from typing import Any
 from rayrft.config import FolderConfig, PipelineConfig, RunConfig, load_config, load_run_config
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.serve import FeedbackConfig, HttpConfig, RewardServiceConfig, ServeConfig, ViewerConfig, read_keys
+from rayrft.core import engine_groups
 from rayrft.core.cluster import connect
 from rayrft.core.doctor import check_gpus, doctor
 from rayrft.core.follower import WeightFollower
-from rayrft.core.parts import engines
 from rayrft.core.parts.buffer import BUFFER
 from rayrft.core.parts.rewards import reward_replicas
 from rayrft.core.placement import NAMESPACE, Bundles, Placement, actor_name, check_room, show_plan
@@ -118,7 +118,11 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
     from rayrft.endpoint.app import build_endpoint
     from rayrft.runtime.serving.applications import HttpApplication, Owner, delete_applications
 
-    plan = [*engines.policy_bundles(config, "weights as files"), engines.pool_bundles(2), _http_bundles(http)]
+    plan = [
+        *engine_groups.policy_bundles(config, "weights as files"),
+        engine_groups.pool_bundles(2),
+        _http_bundles(http),
+    ]
     workers, stall_s = config.explorer.engine.tensor_parallel, config.monitor.stall_s
     say(show_plan(name, plan))
     gpu_gb = _prepare(plan, config.placement.wait_s, say)
@@ -127,9 +131,9 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
     with contextlib.ExitStack() as closing:
         closing.callback(placement.remove)
         placement.reserve([each.name for each in plan if not each.served], config.placement.wait_s, say)
-        group = engines.EngineGroup.policy(placement, engines.policy_model(config, path), replaced=True)
+        group = engine_groups.EngineGroup.policy(placement, engine_groups.policy_model(config, path), replaced=True)
         closing.callback(lambda: end(group.actors))
-        engines.serve_engines([group], stall_s)
+        engine_groups.serve_engines([group], stall_s)
         address, keep = config.transport_options["address"], config.weight_sync.kv_cache == "keep"
         placed = placement.actor(WeightFollower, "engine_pool", name="follower")
         follower = placed.create(address, keep, group, config.restarts)
@@ -243,15 +247,15 @@ def pipeline_engines(
             check_length(each.model, each.max_length, f"{name}.max_length")
             check_options(each.engine, f"{name}.engine", bounds=None)
         connect()
-        plan = [*engines.auxiliary_bundles(wanted), engines.pool_bundles(len(wanted))]
+        plan = [*engine_groups.auxiliary_bundles(wanted), engine_groups.pool_bundles(len(wanted))]
         say(show_plan(run, plan))
         check_room(plan, wait_s, say)
         check_gpus(plan, say)
-        placement, groups = Placement(run, plan), dict[str, engines.EngineGroup]()
+        placement, groups = Placement(run, plan), dict[str, engine_groups.EngineGroup]()
         try:
             placement.reserve([each.name for each in plan], wait_s, say)
-            groups |= engines.EngineGroup.auxiliary(placement, wanted, seed)
-            await asyncio.to_thread(engines.serve_engines, groups.values(), _START_S)
+            groups |= engine_groups.EngineGroup.auxiliary(placement, wanted, seed)
+            await asyncio.to_thread(engine_groups.serve_engines, groups.values(), _START_S)
             found = auxiliary_models(wanted, {name: group.pool for name, group in groups.items()})
             yield {name: AskedModel.on_engines(model, wanted[name]) for name, model in found.items()}
         finally:

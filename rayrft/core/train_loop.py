@@ -18,8 +18,8 @@ from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, StageConfig, load_config
 from rayrft.config.stage import EvaluationConfig
 from rayrft.core.checkpoints import Progress, Saver
+from rayrft.core.engine_groups import EngineGroup
 from rayrft.core.evaluations import Evaluations
-from rayrft.core.parts.engines import EngineGroup
 from rayrft.core.restarts import Restarts
 from rayrft.core.steering import Steering
 from rayrft.core.supervision import Stopped, unless_stopped
