@@ -7,6 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
@@ -495,15 +496,11 @@ class Master(Watched):
         folder, step = self._config.folder, self._progress.step
         weights = folder / "checkpoints" / (f"stopped-{step}" if status == "stopped" else "final")
         saved = status in ("finished", "stopped") and weights.is_dir()
-        return summarise(
-            self._config.name,
-            status,
-            str(error) if error else None,
-            self._recorder.totals,
-            rows or rows_in_log(folder),
-            self._recorder.seconds,
-            step=step,
-            version=self._known[0],
-            stages=self._progress.stages_done,
+        reason, totals, seconds = str(error) if error else None, self._recorder.totals, self._recorder.seconds
+        return replace(
+            summarise(self._config.name, status, reason, totals, rows or rows_in_log(folder), seconds),
+            steps=step,
+            weight_version=self._known[0],
+            stages=self._progress.stages_done.copy(),
             checkpoint=str(weights) if saved else None,
         )

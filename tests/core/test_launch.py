@@ -37,7 +37,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 
 def end(config: RunConfig, status: str, steps: int) -> None:
-    write_summary(config.folder, summarise(config.name, status, None, Totals(), None, 0.0, step=steps))
+    write_summary(config.folder, replace(summarise(config.name, status, None, Totals(), None, 0.0), steps=steps))
 
 
 def test_a_run_without_its_summary_is_resumed(ended: RunConfig) -> None:
