@@ -17,8 +17,8 @@ from typing import Any, Literal
 import psutil
 
 from rayrft.config import RunConfig, load_config
+from rayrft.core.bundles import Bundles, cluster_nodes, fitting_nodes
 from rayrft.core.cluster import connect
-from rayrft.core.placement import Bundles, cluster_nodes, fitting_nodes
 from rayrft.core.shared_files import ask_nodes, ask_others, named_files, named_models
 from rayrft.data.models import find_model
 from rayrft.errors import ClusterError, ModelError

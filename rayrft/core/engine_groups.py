@@ -10,7 +10,8 @@ from typing import Any
 from rayrft.config import RunConfig
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.explorer import EngineConfig
-from rayrft.core.placement import Bundles, PlacedClass, Placement
+from rayrft.core.bundles import Bundles
+from rayrft.core.placement import PlacedClass, Placement
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.runtime.handle import Handle, TrackedHandle, answer, fence

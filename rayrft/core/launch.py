@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config import RunConfig, load_config, load_run_config
+from rayrft.core.bundles import check_room, fitting_nodes
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.cluster import connect
 from rayrft.core.doctor import check_gpus
@@ -19,10 +20,8 @@ from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import (
     Placement,
     actor_name,
-    check_room,
     clear_run,
     find_actor,
-    fitting_nodes,
     reserve_name,
     running_runs,
     show_plan,

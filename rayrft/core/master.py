@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.ledger import BufferStats, Ledger, RowStats
 from rayrft.config import RunConfig, load_config
+from rayrft.core.bundles import draining_nodes
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.explore_loop import ExploreLoop
 from rayrft.core.parts.base import RunParts
@@ -23,7 +24,7 @@ from rayrft.core.parts.engines import EvaluationEngines, PolicyEngines
 from rayrft.core.parts.explorer import ExplorerPart
 from rayrft.core.parts.table import KINDS, plan_placement
 from rayrft.core.parts.trainer import TrainerPart
-from rayrft.core.placement import Placement, actor_name, draining_nodes
+from rayrft.core.placement import Placement, actor_name
 from rayrft.core.preflight import PreparedRun
 from rayrft.core.restarts import Restarts, Rewound
 from rayrft.core.run_folder import write_config

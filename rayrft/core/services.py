@@ -18,12 +18,13 @@ from rayrft.config import FolderConfig, PipelineConfig, RunConfig, load_config, 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.serve import FeedbackConfig, HttpConfig, RewardServiceConfig, ServeConfig, ViewerConfig, read_keys
 from rayrft.core import engine_groups
+from rayrft.core.bundles import Bundles, check_room
 from rayrft.core.cluster import connect
 from rayrft.core.doctor import check_gpus, doctor
 from rayrft.core.follower import WeightFollower
 from rayrft.core.parts.buffer import BUFFER
 from rayrft.core.parts.rewards import reward_replicas
-from rayrft.core.placement import NAMESPACE, Bundles, Placement, actor_name, check_room, show_plan
+from rayrft.core.placement import NAMESPACE, Placement, actor_name, show_plan
 from rayrft.core.plan import check_memory, plan
 from rayrft.core.shared_buffer import shared_actor_name
 from rayrft.data.models import check_length, find_model

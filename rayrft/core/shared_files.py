@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from rayrft.config import RunConfig
 from rayrft.config.pipelines import OperatorConfig
 from rayrft.config.reward import RewardPart
+from rayrft.core.bundles import cluster_nodes
 from rayrft.core.parts.buffer import BUFFER
-from rayrft.core.placement import Placement, cluster_nodes
+from rayrft.core.placement import Placement
 from rayrft.core.run_folder import writing
 from rayrft.data.models import find_model, has_weights
 from rayrft.errors import ClusterError, ConfigError, ModelError

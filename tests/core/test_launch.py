@@ -13,8 +13,8 @@ import pytest
 
 from rayrft.config import RunConfig, load_config
 from rayrft.core import launch, shared_files
+from rayrft.core.bundles import Bundles, check_room
 from rayrft.core.checkpoints import Checkpoints, Progress
-from rayrft.core.placement import Bundles, check_room
 from rayrft.core.run_folder import open_folder
 from rayrft.errors import ClusterError, ConfigError, PlacementError, RayrftError, RunFinished, RunNotFound, StorageError
 from rayrft.experience import Task

@@ -18,7 +18,7 @@ from rayrft.cli.main import app
 from rayrft.config import PipelineConfig, RunConfig, load_config
 from rayrft.config.serve import RewardServiceConfig
 from rayrft.core import engine_groups, services
-from rayrft.core.placement import Bundles, check_room
+from rayrft.core.bundles import Bundles, check_room
 from rayrft.core.services import task_engines
 from rayrft.errors import ActorDied, ClusterError, ConfigError, OperatorFailed, PlacementError
 from rayrft.experience import Task

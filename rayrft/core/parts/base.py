@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig
-from rayrft.core.placement import Bundles, Placement
+from rayrft.core.bundles import Bundles
+from rayrft.core.placement import Placement
 from rayrft.core.preflight import PreparedRun
 from rayrft.errors import RayrftError
 from rayrft.runtime.handle import Handle, TrackedHandle, Watched

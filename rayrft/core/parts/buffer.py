@@ -7,8 +7,8 @@ from typing import Any
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.config import RunConfig
+from rayrft.core.bundles import Bundles
 from rayrft.core.parts.base import Part
-from rayrft.core.placement import Bundles
 from rayrft.experience import pack, to_batch
 from rayrft.runtime.handle import Handle, Watched
 from rayrft.runtime.ray_api import ray

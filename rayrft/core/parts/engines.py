@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from rayrft.config import RunConfig
+from rayrft.core.bundles import Bundles
 from rayrft.core.engine_groups import (
     EngineGroup,
     auxiliary_bundles,
@@ -21,7 +22,6 @@ from rayrft.core.engine_groups import (
 )
 from rayrft.core.parts.base import Part, has_explorers
 from rayrft.core.parts.trainer import TrainerPart, ranks_bundles
-from rayrft.core.placement import Bundles
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.runtime.handle import Handle
 from rayrft.trainer.api import RankApi

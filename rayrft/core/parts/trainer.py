@@ -7,8 +7,8 @@ from functools import partial
 
 from rayrft.config import RunConfig
 from rayrft.config.trainer import TrainerConfig
+from rayrft.core.bundles import Bundles
 from rayrft.core.parts.base import Part, RunParts
-from rayrft.core.placement import Bundles
 from rayrft.errors import NotFinite, OutOfMemory, RayrftError
 from rayrft.runtime.handle import Handle
 from rayrft.trainer.api import RankSetup
