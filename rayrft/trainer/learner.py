@@ -249,7 +249,7 @@ class Learner:
     def count_denominators(self, batches: Batches) -> list[Denominators]:
         """Count the global denominators of every mini-batch, before the first backward pass."""
         counts = torch.stack([count((micro.tokens for micro in batch), self._device) for batch in batches])
-        return [Denominators.of(row) for row in self._reduce(counts).cpu()]
+        return [Denominators(*row.tolist()) for row in self._reduce(counts).cpu()]
 
     def compute_old_logprobs(self, batches: Batches, mini_batches: list[list[TrainRow]]) -> Batches:
         """Add old-policy, reference and teacher log-probs, values and advantages, each only if the loss uses it."""
