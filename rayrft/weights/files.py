@@ -28,7 +28,7 @@ from rayrft.errors import RayrftError, WeightSyncError, first_line
 from rayrft.files import atomic_file, held, storage_error
 from rayrft.registry import Lazy
 from rayrft.weights.messages import Parcel, TensorMeta
-from rayrft.weights.transport import Endpoint, Layout, SignedStore, WeightTransport, register_transport
+from rayrft.weights.transport import Endpoint, SignedStore, WeightTransport, register_transport
 
 if TYPE_CHECKING:
     import numpy as np
@@ -267,10 +267,6 @@ class FileTransport(WeightTransport):
 
     automatic = False
 
-    @classmethod
-    def check(cls, layout: Layout) -> None:
-        """Files reach every device."""
-
     def connect(self, end: Endpoint) -> None:
         self._end, self._transfers = end, itertools.count()
         if end.store is not None:
@@ -331,9 +327,6 @@ class FileTransport(WeightTransport):
                     raise
             finally:
                 self._store.set(f"{transfer}/{attempt}/{self._end.index}", problem)
-
-    def close(self) -> None:
-        """The files stay, for engines elsewhere."""
 
     def _offer(self, key: str, ref: Ref, manifest: Manifest, receivers: Iterable[int]) -> dict[int, str]:
         """Let receivers read a version; return the problems of those that could not."""
