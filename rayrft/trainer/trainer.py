@@ -63,7 +63,7 @@ class Trainer(Watched):
         self._fit = asyncio.create_task(self._run(folder, setup))
         if self._batches is not None:
             with self._waits.on("operators", "ready"):
-                await self._batches.open()
+                await self._batches.operators.open()
         try:
             async with asyncio.timeout(self._config.start_timeout_s) as self._late, self._changed:
                 await self._from_ranks("start", self._ready)
