@@ -497,9 +497,9 @@ class Master(Watched):
         folder, step = self._config.folder, self._progress.step
         weights = folder / "checkpoints" / (f"stopped-{step}" if status == "stopped" else "final")
         saved = status in ("finished", "stopped") and weights.is_dir()
-        reason, totals, seconds = str(error) if error else None, self._recorder.totals, self._recorder.seconds
+        reason, seconds = str(error) if error else None, time.monotonic() - self._started
         return replace(
-            summarise(self._config.name, status, reason, totals, rows or rows_in_log(folder), seconds),
+            summarise(self._config.name, status, reason, self._recorder.totals, rows or rows_in_log(folder), seconds),
             steps=step,
             weight_version=self._known[0],
             stages=self._progress.stages_done.copy(),

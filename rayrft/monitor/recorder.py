@@ -45,7 +45,6 @@ class Recorder:
         self._sinks = Sinks(config, started=taken_over)
         reserve_space(config.folder)
         self._changed, self._saving = asyncio.Condition(), asyncio.Lock()
-        self._started = time.monotonic()
         self.ended = False
         self.repeated = set[RecordKey]()
         """Keys of the records of steps that are repeated after a rewind. They are not written again."""
@@ -119,8 +118,3 @@ class Recorder:
                 plot = self.config.folder / "plot.png"
                 with contextlib.suppress(OSError):  # full disk: the plot can be drawn again from the records
                     await asyncio.to_thread(save_plot, self.file.read(), plot, self.config.name)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the run was started or resumed."""
-        return time.monotonic() - self._started
