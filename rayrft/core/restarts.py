@@ -223,7 +223,7 @@ class Restarts:
         pid = await actor.untracked.call(Watched.pid) if part.on_death == "restart" else 0
         while (death := await (self._restarted_by_ray(actor, pid) if pid else self._failure(actor))) is not None:
             cause, died = death
-            if actor not in part.supervised:  # the run was scaled down
+            if actor not in part.actors:  # the run was scaled down
                 await asyncio.Event().wait()
             while True:
                 await self._count(part, actor, cause)

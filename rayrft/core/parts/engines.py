@@ -48,12 +48,9 @@ class EngineRole(Part[Any]):
         """The group of the policy, if there is one."""
         return self.groups.get("")
 
-    def create(self) -> list[Handle[Any]]:
-        return [engine for group in self.groups.values() for engine in group.engines]
-
     @property
-    def supervised(self) -> list[Handle[Any]]:
-        return self.create()  # those of now: see `EngineGroup.grow`
+    def actors(self) -> list[Handle[Any]]:  # those of now: see `EngineGroup.grow`
+        return [engine for group in self.groups.values() for engine in group.engines]
 
     async def lost(self, actor: Handle[Any]) -> None:
         await self._group_of(actor).lose(actor)
@@ -91,7 +88,7 @@ class EngineRole(Part[Any]):
             starts = [start for group in self.groups.values() for start in group.start()]
             # A run that starts fails at once, whatever the others still load.
             failures = await asyncio.gather(*starts, return_exceptions=self.run.taken_over)
-        for engine, failure in zip(self.create(), failures, strict=True):
+        for engine, failure in zip(self.actors, failures, strict=True):
             if failure is not None:
                 engine.kill()
         for failure in filter(None, failures):
