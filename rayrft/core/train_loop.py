@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.ledger import Ledger
-from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, StageConfig, load_config
 from rayrft.config.stage import EvaluationConfig
 from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.engine_groups import EngineGroup
 from rayrft.core.evaluations import Evaluations
+from rayrft.core.parts.buffer import plan_stage
 from rayrft.core.restarts import Restarts
 from rayrft.core.steering import Steering
 from rayrft.core.supervision import Stopped, unless_stopped
@@ -164,7 +164,7 @@ class TrainLoop:
         self._saving.checkpoints.config = config.checkpoint
         await ask_ranks(self.trainer, RankApi.adjust, stage.algorithm.build(), stage, temperature)
         await asyncio.gather(*(explorer.call(Explorer.adjust, config) for explorer in self.explorers))
-        await self.buffer.call(Buffer.adjust_stage, self._plan(stage))
+        await self.buffer.call(Buffer.adjust_stage, plan_stage(self.config, stage, self.progress, self.attention))
 
     async def _stage(self, stage: StageConfig) -> None:
         progress, self._bottleneck, self._gap_noted = self.progress, Bottleneck(), False
@@ -226,31 +226,7 @@ class TrainLoop:
         await self.recorder.note(f"stage {stage.name!r}: {message}", stage.name, progress.step)
         if not resumed and (progress.step == 0 or stage.start_from):
             await self._evaluate(stage)
-        await self.buffer.call(Buffer.open_stage, self._plan(stage))
-
-    def _plan(self, stage: StageConfig) -> StagePlan:
-        progress, algorithm, partly = self.progress, stage.algorithm.build(), self.config.explorer.partial
-        return StagePlan(
-            stage.groups,
-            stage.group_size,
-            stage.expert_rows,
-            stage.demonstrations if stage.expert_rows else None,
-            self.config.max_staleness,
-            self.config.explorer.over_sampling,
-            progress.stage_began,
-            stage.steps,
-            scheduled=self.config.mode in ("both", "serve"),
-            max_age=self.config.buffer.max_age,
-            name=stage.name,
-            pairs="pairs" in algorithm.needs,
-            labelled="labels" in algorithm.needs,
-            grows=self.config.grows(stage),
-            mini_batches=stage.update.mini_batches,
-            parks=partly.old_tokens if partly else None,
-            hold_steps=self.config.feedback.hold_steps,
-            sampler=self.config.buffer.sampler,
-            attention=self.attention,
-        )
+        await self.buffer.call(Buffer.open_stage, plan_stage(self.config, stage, self.progress, self.attention))
 
     async def _step(self, stage: StageConfig, exploring: asyncio.Future[list[None]]) -> None:
         """Take one optimiser step: lease, train, acknowledge, publish, admit."""
