@@ -19,7 +19,7 @@ BUFFER = Bundles("buffer", 1, 0.1, 0, 0.25, "experiences")
 
 
 def plan_stage(config: RunConfig, stage: StageConfig, progress: Progress, attention: float) -> StagePlan:
-    """Return what the Buffer has to know of the present stage; ``attention``: see `StagePlan`."""
+    """Plan the present stage for the Buffer; for ``attention`` see `StagePlan`."""
     algorithm, partly = stage.algorithm.build(), config.explorer.partial
     return StagePlan(
         stage.groups,
