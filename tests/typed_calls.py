@@ -8,18 +8,18 @@ from rayrft.core.placement import PlacedClass
 from rayrft.runtime.handle import Handle, TrackedHandle, fetch
 from rayrft.runtime.waits import Waits
 from rayrft.trainer.api import RankApi
-from rayrft.trainer.trainer import Ranks, Trainer
+from rayrft.trainer.trainer import Trainer, ask_ranks
 
 
-async def calls(buffer: Handle[Buffer], trainer: Handle[Trainer], ranks: Ranks) -> None:
+async def calls(buffer: Handle[Buffer], trainer: Handle[Trainer]) -> None:
     await buffer.call(Buffer.ack, "0")  # type: ignore[call-overload]  # a wrong argument
     await buffer.call(Buffer.ack)  # type: ignore[call-overload]  # one too few
     await buffer.call(Buffer.ack, 0, version=1)  # type: ignore[call-arg]  # a name that it does not have
     await buffer.call(Trainer.waiting)  # type: ignore[call-overload]  # a method of another actor
     name: str = await buffer.call(Buffer.pid)  # type: ignore[call-overload]  # its answer for another type
-    digest: str = (await ranks.call(RankApi.score, [[1, 2]]))[0]  # type: ignore[assignment]
-    await ranks.call(RankApi.train, 0)  # type: ignore[arg-type]
-    await ranks.call(Trainer.waiting)  # type: ignore[arg-type]  # a method of the actor
+    digest: str = (await ask_ranks(trainer, RankApi.score, [[1, 2]]))[0]  # type: ignore[assignment]
+    await ask_ranks(trainer, RankApi.train, 0)  # type: ignore[arg-type]
+    await ask_ranks(trainer, Trainer.waiting)  # type: ignore[arg-type]  # a method of the actor
     TrackedHandle(buffer, Waits("a"), endless=[Trainer.watch])  # type: ignore[list-item]
     del name, digest
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ray
 
-from rayrft.core.parts import engines
+from rayrft.core import engine_groups
 from tests.dying_engines import DyingEngine
 
 if ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
-    engines.RolloutEngine = DyingEngine  # type: ignore[misc,assignment]
+    engine_groups.RolloutEngine = DyingEngine  # type: ignore[misc,assignment]

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import ray
 
-from rayrft.core.parts import engines
+from rayrft.core import engine_groups
 from tests.scripted_engine import ScriptedEngine
 
 if ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
-    engines.RolloutEngine = ScriptedEngine  # type: ignore[misc,assignment]
+    engine_groups.RolloutEngine = ScriptedEngine  # type: ignore[misc,assignment]

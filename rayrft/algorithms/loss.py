@@ -28,7 +28,7 @@ class Amount:
 @dataclass(frozen=True)
 class Denominators:
     """Action tokens and rows of every stream over all ranks and micro-batches of one optimiser step, counted before
-    the first backward pass. Rows without an action token are not counted.
+    the first backward pass: the sum of `count`. Rows without an action token are not counted.
     """
 
     policy_tokens: float = 0.0
@@ -36,11 +36,6 @@ class Denominators:
     expert_tokens: float = 0.0
     expert_sequences: float = 0.0
     pairs: float = 0.0
-
-    @classmethod
-    def of(cls, counts: Tensor) -> Self:
-        """Convert the sum of `count` over all micro-batches and ranks."""
-        return cls(*counts.tolist())
 
     @property
     def policy(self) -> Amount:

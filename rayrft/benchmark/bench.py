@@ -17,13 +17,14 @@ from rayrft.benchmark.worker import BenchWorker, read_attempts
 from rayrft.config import RunConfig, load_config, load_run_config
 from rayrft.config.serve import ServeConfig
 from rayrft.config.tasks import TaskSourceConfig
+from rayrft.core.bundles import check_room, fitting_nodes
 from rayrft.core.checkpoints import Checkpoints, export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.doctor import check_gpus
-from rayrft.core.parts.engines import EngineGroup, policy_model, serve_engines
+from rayrft.core.engine_groups import EngineGroup, policy_model, serve_engines
 from rayrft.core.parts.rewards import remote_models, remote_scoring, reward_actors, reward_service
 from rayrft.core.parts.table import plan_placement
-from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_room, fitting_nodes, show_plan
+from rayrft.core.placement import NAMESPACE, Placement, actor_name, show_plan
 from rayrft.core.plan import check_memory
 from rayrft.core.restarts import Budget
 from rayrft.core.services import task_engines

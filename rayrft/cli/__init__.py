@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from rayrft.buffer.reader import Archive
 from rayrft.config import parse_override
+from rayrft.core.checkpoints import find_folder
 from rayrft.files import local_path
 
 Run = Annotated[str, typer.Argument(help="a run's folder, or its name in --storage")]
@@ -27,3 +29,14 @@ def say(text: str) -> None:
     """Print a line at once, unless the terminal was closed: the run does not depend on it."""
     with contextlib.suppress(OSError):
         print(text, flush=True)
+
+
+def archive_of(run: str, storage: Path) -> Archive:
+    """Return the experiences of a run, given as a folder or by its name in ``storage``. Raises RunNotFound."""
+    return Archive.of_run(find_folder(run, storage))
+
+
+def report_damage(archive: Archive) -> None:
+    """Print which files of an archive were skipped."""
+    for file, rows in archive.damaged.items():
+        print(f"skipped {rows} rows of {file}, which cannot be read")

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rayrft.buffer.export import are_personal, forget_rows, glance, read_file
-from rayrft.buffer.reader import ARCHIVE_SCHEMA, Archive, Found, log_folder
-from rayrft.cli import RUNS, Overrides, Storage, changes, say
+from rayrft.buffer.reader import ARCHIVE_SCHEMA, Found, log_folder
+from rayrft.cli import RUNS, Overrides, Storage, archive_of, changes, feedback, report_damage, say
 from rayrft.cli import Run as RunName
 from rayrft.config import PipelineConfig, load_run_config, read_config
-from rayrft.config.serve import FeedbackConfig
 from rayrft.core.checkpoints import find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.launch import attach
@@ -39,8 +38,7 @@ app = typer.Typer(
     no_args_is_help=True, help="Inspect, export, import and process the experiences of a run, and rows of files."
 )
 
-feedback = typer.Typer(no_args_is_help=True, help="What people said of a run's answers, as files.")
-app.add_typer(feedback, name="feedback")
+app.add_typer(feedback.app, name="feedback")
 
 _Store = Annotated[str, typer.Option(help="usual or expert/NAME")]
 _Where = Annotated[
@@ -52,7 +50,7 @@ _SkipDamaged = Annotated[bool, typer.Option(help="skip files that cannot be read
 @app.command()
 def stats(run: RunName, storage: Storage = RUNS) -> None:
     """Print rows and bytes by store and group_status."""
-    print(json.dumps(asdict(_archive(run, storage).stats()), indent=2))
+    print(json.dumps(asdict(archive_of(run, storage).stats()), indent=2))
 
 
 @app.command()
@@ -65,7 +63,7 @@ def head(
     storage: Storage = RUNS,
 ) -> None:
     """Print the first rows, one line per row."""
-    archive = _archive(run, storage)
+    archive = archive_of(run, storage)
     lines = [["id", "group_status", "reward", "tokens", "version", "uses", "answer"]]
     for batch in archive.rows(store, where=where, skip_damaged=skip_damaged):
         part = batch.slice(0, count + 1 - len(lines))
@@ -81,13 +79,13 @@ def head(
     room = max(40, shutil.get_terminal_size().columns - sum(widths) - 12) if sys.stdout.isatty() else 200
     for *cells, answer in lines:
         print("  ".join([*(text.ljust(width) for text, width in zip(cells, widths, strict=True)), answer[:room]]))
-    _report(archive)
+    report_damage(archive)
 
 
 @app.command()
 def show(run: RunName, experience_id: Annotated[str, typer.Argument(metavar="ID")], storage: Storage = RUNS) -> None:
     """Print all fields of one row."""
-    print(_described(_archive(run, storage).find(experience_id)))
+    print(_described(archive_of(run, storage).find(experience_id)))
 
 
 @app.command("export")
@@ -104,12 +102,12 @@ def export_rows(
 
     A JSONL file can also be used as demonstrations: {path: OUT.jsonl, messages: turns} in a config.
     """
-    archive = _archive(run, storage)
+    archive = archive_of(run, storage)
     names = columns.split(",") if columns else None
     rows = archive.rows(store, columns=names, where=where, skip_damaged=skip_damaged)
     written = write_table(out, Selection(ARCHIVE_SCHEMA, names).schema, rows)
     print(f"{written} rows in {out}")
-    _report(archive)
+    report_damage(archive)
 
 
 @app.command("import")
@@ -154,7 +152,7 @@ def forget(
     from rayrft.feedback.journal import FILE, feedback_folder, forget_judgements
 
     before = 0.0 if days is None else time.time() - 86_400 * days
-    archive, folder = _archive(run, storage), find_folder(run, storage)
+    archive, folder = archive_of(run, storage), find_folder(run, storage)
     rows = {
         name
         for batch in archive.rows(columns=["experience_id", "labels", "finished_at"])
@@ -299,65 +297,12 @@ def show_lineage(
         print(f"{'  ' * each.depth}{each.id}{how}: {'not in these files' if each.row is None else glimpse(each.row)}")
 
 
-_Form = Annotated[
-    str, typer.Option("--format", help="pairs, answers, labelled or scores, to train on; argilla or label_studio")
-]
-_Settings = Annotated[list[str] | None, typer.Argument(help="those of the page: levels=5 reward_range=[0,1] …")]
-
-
-@feedback.command("export")
-def export_feedback(
-    run: RunName,
-    out: Annotated[Path, typer.Argument(parser=local_path, help="a JSONL file to write")],
-    settings: _Settings = None,
-    form: _Form = "pairs",
-    storage: Storage = RUNS,
-) -> None:
-    """Write what people said of a run's answers, also while the page is open."""
-    from rayrft.feedback.exchange import read_answers, write_feedback
-    from rayrft.feedback.journal import FILE, feedback_folder, read_journal
-    from rayrft.feedback.judgements import Judgements
-
-    entries = read_journal(feedback_folder(find_folder(run, storage)) / FILE)
-    judgements = Judgements(read_config(FeedbackConfig, {}, changes(settings)), entries)
-    archive = _archive(run, storage)
-    answers = read_answers(archive, {row for each in judgements.all.values() for row in each.rows})
-    done = write_feedback(judgements, answers, out, form)
-    print(f"{done.rows} rows in {out}")
-    if done.missing:
-        print(f"left out {done.missing} judgements of answers that are no longer in the run's log")
-    _report(archive)
-
-
-@feedback.command("import")
-def import_feedback(
-    run: RunName,
-    file: Annotated[Path, typer.Argument(parser=local_path, help="JSONL, or one JSON list")],
-    settings: _Settings = None,
-    form: _Form = "argilla",
-    storage: Storage = RUNS,
-) -> None:
-    """Take what people said elsewhere of a run's answers; the page tells the run of it when it is opened."""
-    from rayrft.feedback.exchange import read_answers, read_feedback
-    from rayrft.feedback.journal import entry_line, feedback_folder, open_journal
-    from rayrft.feedback.judgements import JudgementAdded
-
-    checked = read_config(FeedbackConfig, {}, changes(settings))
-    found = read_feedback(file, form, read_answers(_archive(run, storage)), checked)
-    journal, entries = open_journal(feedback_folder(find_folder(run, storage)), wait=False)
-    known = {entry.judgement.id for entry in entries if entry.kind == "judged"}
-    new = [each for each in found if each.id not in known]
-    journal.append(*map(entry_line, map(JudgementAdded, new)), durable=True)
-    journal.close()
-    print(f"{len(new)} judgements imported, {len(found) - len(new)} were there")
-
-
 def _sources(name: str, storage: Path) -> list[RowSource]:
     """Return the rows of a file or folder, or of a run's log: its usual rows, and then each of its demonstrations."""
     file, is_run = local_path(name), any((folder / "config.yaml").is_file() for folder in (Path(name), storage / name))
     if not is_run and (file.exists() or row_kind(file) in ROW_SUFFIXES):
         return [open_table(file)]
-    archive = _archive(name, storage)
+    archive = archive_of(name, storage)
 
     def source(store: str) -> RowSource:
         named = name if store == "usual" else f"{name} ({store})"
@@ -372,15 +317,6 @@ def _live(folder: Path) -> Run | None:
         live = attach(load_run_config(folder).name)
         return live if live.folder.resolve() == folder.resolve() else None
     return None
-
-
-def _archive(run: str, storage: Path) -> Archive:
-    return Archive.of_run(find_folder(run, storage))
-
-
-def _report(archive: Archive) -> None:
-    for file, rows in archive.damaged.items():
-        print(f"skipped {rows} rows of {file}, which cannot be read")
 
 
 def _described(found: Found) -> str:

@@ -20,7 +20,7 @@ from rayrft.errors import ConfigError, RunNotFound, StorageError, nearest
 from rayrft.files import atomic_file, held, local_path, replace_folder, storage_errors, sync
 from rayrft.runtime.handle import Handle
 from rayrft.trainer.api import RankApi
-from rayrft.trainer.trainer import Ranks, Trainer
+from rayrft.trainer.trainer import Trainer, ask_ranks
 
 STORAGE = Path("runs")
 
@@ -202,7 +202,6 @@ class Saver:
     def __init__(self, config: RunConfig, buffer: Handle[Buffer], trainer: Handle[Trainer], progress: Progress) -> None:
         self._buffer = buffer
         self._trainer = trainer
-        self._ranks = Ranks(trainer)
         self._progress = progress
         self.checkpoints = Checkpoints(config.folder, config.checkpoint)
         self._writing: asyncio.Future[None] | None = None
@@ -217,7 +216,7 @@ class Saver:
 
     async def restore(self, *, whole: bool) -> None:
         """Restore the trainer from the checkpoint of the current step: ``whole``, or its weights only."""
-        await self._ranks.call(RankApi.restore, self.checkpoints.at(self._progress.step), whole)
+        await ask_ranks(self._trainer, RankApi.restore, self.checkpoints.at(self._progress.step), whole)
 
     async def checkpoint(self, records: int) -> None:
         """Start writing a checkpoint in the background; ``records`` is the number of records a resumed run keeps.
@@ -228,7 +227,7 @@ class Saver:
         if self.checkpoints.holds(self._progress.step):
             return await asyncio.to_thread(self.checkpoints.update_manifest, self._progress)
         folder = await asyncio.to_thread(self.checkpoints.begin, self._progress.step)
-        await self._ranks.call(RankApi.checkpoint, folder)
+        await ask_ranks(self._trainer, RankApi.checkpoint, folder)
         self._writing = asyncio.ensure_future(self._commit(folder, copy.deepcopy(self._progress)))
 
     def evaluated(self, step: int, accuracy: float | None) -> None:
@@ -256,7 +255,7 @@ class Saver:
     async def export(self, name: str) -> None:
         """Start to write the weights in Hugging Face format in the background. The next checkpoint waits for them."""
         folder = self.checkpoints.folder / name
-        await self._ranks.call(RankApi.save, folder)
+        await ask_ranks(self._trainer, RankApi.save, folder)
         self._exporting[name] = asyncio.ensure_future(self._trainer.call(Trainer.written, folder))
 
     async def exported(self, name: str) -> Path:

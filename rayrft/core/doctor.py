@@ -17,8 +17,8 @@ from typing import Any, Literal
 import psutil
 
 from rayrft.config import RunConfig, load_config
+from rayrft.core.bundles import Bundles, cluster_nodes, fitting_nodes
 from rayrft.core.cluster import connect
-from rayrft.core.placement import Bundles, cluster_nodes, fitting_nodes
 from rayrft.core.shared_files import ask_nodes, ask_others, named_files, named_models
 from rayrft.data.models import find_model
 from rayrft.errors import ClusterError, ModelError
@@ -131,11 +131,6 @@ def look() -> Machine:
     """Examine this machine."""
     import torch
 
-    versions = dict.fromkeys(_PACKAGES, "none")
-    for package, distributions in _PACKAGES.items():
-        for name in distributions:
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                versions[package] = metadata.version(name)
     gpus, driver = _ask_driver()
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:  # a container may have CUDA's driver and no nvidia-smi; and a part of a GPU is not in its list
@@ -145,7 +140,7 @@ def look() -> Machine:
     interfaces = {each.address: name for name, found in psutil.net_if_addrs().items() for each in found}
     return Machine(
         socket.gethostname(),
-        versions,
+        installed_versions(),
         gpus,
         driver,
         torch.version.cuda,
@@ -156,6 +151,16 @@ def look() -> Machine:
         address,
         interfaces.get(address),
     )
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the packages that runs depend on; ``none`` for one that is not installed."""
+    versions = dict.fromkeys(_PACKAGES, "none")
+    for package, distributions in _PACKAGES.items():
+        for name in distributions:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                versions[package] = metadata.version(name)
+    return versions
 
 
 def judge(machines: list[Machine], with_gpus: Collection[Machine] = ()) -> list[Finding]:

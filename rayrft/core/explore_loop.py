@@ -11,10 +11,8 @@ from typing import ClassVar
 from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.shared import FeedProgress, SharedBuffer
 from rayrft.config import StageConfig
-from rayrft.core.parts.engines import EngineGroup
 from rayrft.core.restarts import Restarts
 from rayrft.core.supervision import unless_stopped
-from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import RolloutRecord
@@ -42,11 +40,6 @@ class ExploreLoop:
     def ledger(self) -> Ledger:
         """Ledger of rows at the last record."""
         return self.progress.ledger
-
-    async def admit(self, policy: EngineGroup | None, engines: list[Handle[RolloutEngine]]) -> None:
-        """Let rollout engines take requests."""
-        if policy is not None:
-            await policy.join(engines)
 
     async def run(self) -> None:
         """Fill the Buffer. Raises Stopped if the user asked for it, and the error of an Explorer that fails."""

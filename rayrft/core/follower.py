@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from rayrft.config.restarts import RestartsConfig
-from rayrft.core.parts.engines import EngineGroup
+from rayrft.core.engine_groups import EngineGroup
 from rayrft.core.restarts import Budget
 from rayrft.errors import StorageError, WeightSyncError
 from rayrft.explorer.engines.engine import RolloutEngine

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config import RunConfig, load_config, load_run_config
+from rayrft.core.bundles import check_room, fitting_nodes
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.cluster import connect
 from rayrft.core.doctor import check_gpus
@@ -19,10 +20,8 @@ from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import (
     Placement,
     actor_name,
-    check_room,
     clear_run,
     find_actor,
-    fitting_nodes,
     reserve_name,
     running_runs,
     show_plan,
@@ -118,7 +117,9 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     """Start a run, or resume one from ``progress``."""
     check_storage(checked)
     connect()
-    _check_name(checked.name)
+    if checked.name in running_runs():
+        remedy = f"choose another name (name=…), or run: rayrft stop {checked.name}"
+        raise PlacementError("a run of this name is running", remedy, field="name", value=checked.name)
     reserve_name(checked.name)
     guard = Guard(checked.name, checked.monitor.stall_s)
     try:
@@ -189,11 +190,3 @@ def find_status(run: str) -> RunStatus:
             return read_run(run).status()
         except RunNotFound:
             raise error from None
-
-
-def _check_name(name: str) -> None:
-    running, starting = name in running_runs(), name in starting_runs()
-    if running or starting:
-        problem = f"a run of this name is {'running' if running else 'starting'}"
-        remedy = f"choose another name (name=…), or {f'run: rayrft stop {name}' if running else 'wait for its end'}"
-        raise PlacementError(problem, remedy, field="name", value=name)

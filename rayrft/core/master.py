@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.ledger import BufferStats, Ledger, RowStats
 from rayrft.config import RunConfig, load_config
+from rayrft.core.bundles import draining_nodes
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.explore_loop import ExploreLoop
 from rayrft.core.parts.base import RunParts
@@ -22,7 +24,7 @@ from rayrft.core.parts.engines import EvaluationEngines, PolicyEngines
 from rayrft.core.parts.explorer import ExplorerPart
 from rayrft.core.parts.table import KINDS, plan_placement
 from rayrft.core.parts.trainer import TrainerPart
-from rayrft.core.placement import Placement, actor_name, draining_nodes
+from rayrft.core.placement import Placement, actor_name
 from rayrft.core.preflight import PreparedRun
 from rayrft.core.restarts import Restarts, Rewound
 from rayrft.core.run_folder import write_config
@@ -37,7 +39,7 @@ from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer
 from rayrft.files import Room
 from rayrft.monitor.recorder import Recorder
-from rayrft.monitor.records import Record, RecordKey, RestartRecord
+from rayrft.monitor.records import Record, RestartRecord
 from rayrft.monitor.summary import RunStatus, Summary, rows_in_log, status_at_end, summarise
 from rayrft.registry import load_plugins
 from rayrft.runtime import ray_api
@@ -260,8 +262,8 @@ class Master(Watched):
         self._status = "finished"
         return None
 
-    async def _make_loop(self, parts: RunParts, recorded: Collection[RecordKey] = ()) -> TrainLoop | ExploreLoop:
-        """Make the loop of the run's mode; join the named Buffer, if the run has one. ``recorded``: see `TrainLoop`."""
+    async def _make_loop(self, parts: RunParts) -> TrainLoop | ExploreLoop:
+        """Make the loop of the run's mode; join the named Buffer, if the run has one."""
         config, prepared, progress, recorder = self._config, parts.prepared, self._progress, self._recorder
         explorers, policy, shared = parts[ExplorerPart].actors, parts[PolicyEngines].group, parts.shared
         if not config.trains:
@@ -286,7 +288,6 @@ class Master(Watched):
             self._sync,
             parts[EvaluationEngines].group,
             self._steering,
-            recorded=recorded,
             attention=prepared.attention,
         )
 
@@ -337,7 +338,6 @@ class Master(Watched):
 
     async def _run_again(self, parts: RunParts) -> None:
         """Run the stages from the latest checkpoint on, with the actors of now."""
-        recorded: Collection[RecordKey] = ()
         async with self._changing_weights():
             if self._config.trains:
                 checkpoints = Checkpoints(self._config.folder, self._config.checkpoint)
@@ -345,9 +345,9 @@ class Master(Watched):
                 assert latest is not None  # there is one from before the first step on
                 vars(self._progress).update(vars(latest))
                 await self._return_to_config(parts)
-                recorded = await asyncio.to_thread(self._recorder.keys_since, latest.step)
+                await asyncio.to_thread(self._recorder.rewind, latest.step)
                 await self._lose_steps(parts)
-            self._loop = loop = await self._make_loop(parts, recorded)
+            self._loop = loop = await self._make_loop(parts)
             if isinstance(loop, TrainLoop):
                 await loop.restore()
             if self._sync is not None:
@@ -376,14 +376,21 @@ class Master(Watched):
             await self._admit(engines)
 
     async def _admit(self, engines: list[Handle[RolloutEngine]]) -> SyncReport | None:
-        assert self._parts is not None and self._loop is not None  # the run is up
+        """Let rollout engines take requests once they hold the trainer's weights, if there is a trainer."""
+        policy = self._parts[PolicyEngines].group if self._parts is not None else None
+        assert policy is not None  # they are its engines
         while True:
             await self._restarts.restored()
             if self._sync is not None:
                 await self._sync.caught_up.wait()
             async with self._changing_weights():
-                if not self._restarts.rewinding and (self._sync is None or self._sync.caught_up.is_set()):
-                    return await self._loop.admit(self._parts[PolicyEngines].group, engines)
+                if self._restarts.rewinding:
+                    continue
+                if self._sync is None:
+                    await policy.join(engines)
+                    return None
+                if self._sync.caught_up.is_set():
+                    return await self._sync.admit(engines, self._progress.step)
 
     @contextlib.asynccontextmanager
     async def _changing_weights(self) -> AsyncIterator[None]:
@@ -490,15 +497,11 @@ class Master(Watched):
         folder, step = self._config.folder, self._progress.step
         weights = folder / "checkpoints" / (f"stopped-{step}" if status == "stopped" else "final")
         saved = status in ("finished", "stopped") and weights.is_dir()
-        return summarise(
-            self._config.name,
-            status,
-            str(error) if error else None,
-            self._recorder.totals,
-            rows or rows_in_log(folder),
-            self._recorder.seconds,
-            step=step,
-            version=self._known[0],
-            stages=self._progress.stages_done,
+        reason, seconds = str(error) if error else None, time.monotonic() - self._started
+        return replace(
+            summarise(self._config.name, status, reason, self._recorder.totals, rows or rows_in_log(folder), seconds),
+            steps=step,
+            weight_version=self._known[0],
+            stages=self._progress.stages_done.copy(),
             checkpoint=str(weights) if saved else None,
         )

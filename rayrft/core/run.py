@@ -200,7 +200,9 @@ class Run(RunFiles):
                 summary = self._end()
                 yield from read_records(self.folder)[count:]
                 if summary.error:
-                    raise self._error(summary.error) from None
+                    own = f"{self._master_name}: "
+                    field = self._master_name if summary.error.startswith(own) else ""
+                    raise ActorDied(summary.error.removeprefix(own), field=field) from None
                 return
             if not new:
                 return
@@ -277,15 +279,15 @@ class Run(RunFiles):
 
     def pause(self) -> int:
         """Hold the run after its present optimiser step, for as long as you like; return that step."""
-        return self._steer("pause")
+        return self._ask(Master.steer, "pause")
 
     def unpause(self) -> float:
         """Let a paused run continue; return the seconds that it was paused."""
-        return self._steer("unpause")
+        return self._ask(Master.steer, "unpause")
 
     def checkpoint(self) -> int:
         """Write a checkpoint after the present optimiser step, or while the run is paused; return its step."""
-        return self._steer("checkpoint")
+        return self._ask(Master.steer, "checkpoint")
 
     def evaluate(self, temperature: float | None = None, samples: int | None = None) -> list[EvaluationRecord]:
         """Evaluate after the present optimiser step, or while the run is paused; return a record per temperature. A
@@ -293,26 +295,23 @@ class Run(RunFiles):
         for the best checkpoints. Raises ConfigError, and changes nothing, if it is invalid."""
         given = {"temperatures": None if temperature is None else [temperature], "samples": samples}
         changes = {f"evaluation.{key}": value for key, value in given.items() if value is not None}
-        return self._steer("evaluate", changes)
+        return self._ask(Master.steer, "evaluate", changes)
 
     def set(self, key: str, value: Any, **more: Any) -> int:
         """Change a key of the config, and ``more`` together with it, after the present optimiser step; return that
         step. The change is kept when the run is resumed. Raises ConfigError, and changes nothing, if the new config is
         invalid or a key cannot change while the run is running."""
-        return self._steer("change", {key: value, **more})
+        return self._ask(Master.steer, "change", {key: value, **more})
 
     def skip_stage(self) -> int:
         """End the stage after its present optimiser step; return the number of steps that it has taken."""
-        return self._steer("skip_stage")
+        return self._ask(Master.steer, "skip_stage")
 
     def scale(self, engines: int) -> int:
         """Change the number of rollout engines; return how many there were, once new ones take requests. Requests of
         engines that end are answered by others. The run keeps what it has, and this raises, if one does not start, or
         if there is no room (PlacementError)."""
         return self._ask(Master.scale, engines)
-
-    def _steer(self, request: str, *arguments: Any) -> Any:
-        return self._ask(Master.steer, request, *arguments)
 
     def _ask(self, method: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
         """Wait until the run has served a request. Raises RunFinished if it ends first."""
@@ -369,8 +368,3 @@ class Run(RunFiles):
         killed = "ray.kill" in reason
         problem = "the run was killed" if killed else f"the master died: {reason}"
         return "killed" if killed else "failed", str(ActorDied(problem, field=self._master_name))
-
-    def _error(self, error: str) -> ActorDied:
-        """Return the error of a run whose Master is dead, as its summary has it."""
-        own = f"{self._master_name}: "
-        return ActorDied(error.removeprefix(own), field=self._master_name if error.startswith(own) else "")

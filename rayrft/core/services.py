@@ -17,13 +17,14 @@ from typing import Any
 from rayrft.config import FolderConfig, PipelineConfig, RunConfig, load_config, load_run_config
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.serve import FeedbackConfig, HttpConfig, RewardServiceConfig, ServeConfig, ViewerConfig, read_keys
+from rayrft.core import engine_groups
+from rayrft.core.bundles import Bundles, check_room
 from rayrft.core.cluster import connect
 from rayrft.core.doctor import check_gpus, doctor
 from rayrft.core.follower import WeightFollower
-from rayrft.core.parts import engines
 from rayrft.core.parts.buffer import BUFFER
 from rayrft.core.parts.rewards import reward_replicas
-from rayrft.core.placement import NAMESPACE, Bundles, Placement, actor_name, check_room, show_plan
+from rayrft.core.placement import NAMESPACE, Placement, actor_name, show_plan
 from rayrft.core.plan import check_memory, plan
 from rayrft.core.shared_buffer import shared_actor_name
 from rayrft.data.models import check_length, find_model
@@ -118,7 +119,11 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
     from rayrft.endpoint.app import build_endpoint
     from rayrft.runtime.serving.applications import HttpApplication, Owner, delete_applications
 
-    plan = [*engines.policy_bundles(config, "weights as files"), engines.pool_bundles(2), _http_bundles(http)]
+    plan = [
+        *engine_groups.policy_bundles(config, "weights as files"),
+        engine_groups.pool_bundles(2),
+        _http_bundles(http),
+    ]
     workers, stall_s = config.explorer.engine.tensor_parallel, config.monitor.stall_s
     say(show_plan(name, plan))
     gpu_gb = _prepare(plan, config.placement.wait_s, say)
@@ -127,9 +132,9 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
     with contextlib.ExitStack() as closing:
         closing.callback(placement.remove)
         placement.reserve([each.name for each in plan if not each.served], config.placement.wait_s, say)
-        group = engines.EngineGroup.policy(placement, engines.policy_model(config, path), replaced=True)
+        group = engine_groups.EngineGroup.policy(placement, engine_groups.policy_model(config, path), replaced=True)
         closing.callback(lambda: end(group.actors))
-        engines.serve_engines([group], stall_s)
+        engine_groups.serve_engines([group], stall_s)
         address, keep = config.transport_options["address"], config.weight_sync.kv_cache == "keep"
         placed = placement.actor(WeightFollower, "engine_pool", name="follower")
         follower = placed.create(address, keep, group, config.restarts)
@@ -152,12 +157,10 @@ def serve_feedback(folder: Path, settings: FeedbackConfig) -> OpenService:
     config = load_run_config(folder)
     from rayrft.feedback.app import build_page
 
-    def arguments(digests: tuple[str, ...]) -> tuple[Any, ...]:
-        return config, folder, settings, digests, *_buffer_of(config)
-
     # Not one of the run's actors, which end with it: people continue with its log.
-    route, key_file = f"feedback/{config.name}", feedback_folder(folder) / "key"
-    return _open_page(f"{config.name}:feedback", route, settings, build_page, arguments, key_file)
+    name, route, key_file = f"{config.name}:feedback", f"feedback/{config.name}", feedback_folder(folder) / "key"
+    build = partial(build_page, config, folder, settings)
+    return _open_page(name, route, settings, build, _buffer_of(config), key_file)
 
 
 REPORTS: dict[str, Callable[[RunConfig], Sequence[Any]]] = {"plan": plan, "doctor": doctor}
@@ -171,11 +174,8 @@ def deploy_viewer(storage: Path, settings: ViewerConfig) -> OpenService:
     from rayrft.viewer.index import cache_folder
 
     check_storage_folder(storage)
-
-    def arguments(digests: tuple[str, ...]) -> tuple[Any, ...]:
-        return storage.absolute(), settings, digests, _buffer_of, REPORTS
-
-    return _open_page("viewer", "viewer", settings, Viewer, arguments, cache_folder() / "key-cluster")
+    build, key_file = partial(Viewer, storage.absolute(), settings), cache_folder() / "key-cluster"
+    return _open_page("viewer", "viewer", settings, build, (_buffer_of, REPORTS), key_file)
 
 
 def _buffer_of(config: FolderConfig) -> tuple[str, str]:
@@ -189,18 +189,19 @@ def _open_page(
     route: str,
     settings: HttpConfig,
     build: Callable[..., HttpService],
-    arguments: Callable[[tuple[str, ...]], tuple[Any, ...]],
+    arguments: tuple[Any, ...],
     key_file: Path,
 ) -> OpenService:
-    """Deploy a page on Ray Serve. Its ``arguments`` are made of the digests of keys: those of its settings, or of one
-    that is written to ``key_file``."""
+    """Deploy a page on Ray Serve, built of the digests of its keys and the ``arguments``. The keys are those of its
+    settings, or one that is written to ``key_file``."""
     digests, key = read_keys(settings), secrets.token_urlsafe(24)
     connect()
     from rayrft.runtime.serving.applications import HttpApplication, Owner, create_anchor, delete_applications
 
     _prepare([_http_bundles(settings)])
     owner = Owner(NAMESPACE, route)
-    application = HttpApplication(name, route, settings, owner, build, arguments(digests or (key_digest(key),)))
+    arguments = digests or (key_digest(key),), *arguments
+    application = HttpApplication(name, route, settings, owner, build, arguments)
     with contextlib.ExitStack() as closing:
         anchor = create_anchor(owner)
         closing.callback(anchor.kill)
@@ -247,15 +248,15 @@ def pipeline_engines(
             check_length(each.model, each.max_length, f"{name}.max_length")
             check_options(each.engine, f"{name}.engine", bounds=None)
         connect()
-        plan = [*engines.auxiliary_bundles(wanted), engines.pool_bundles(len(wanted))]
+        plan = [*engine_groups.auxiliary_bundles(wanted), engine_groups.pool_bundles(len(wanted))]
         say(show_plan(run, plan))
         check_room(plan, wait_s, say)
         check_gpus(plan, say)
-        placement, groups = Placement(run, plan), dict[str, engines.EngineGroup]()
+        placement, groups = Placement(run, plan), dict[str, engine_groups.EngineGroup]()
         try:
             placement.reserve([each.name for each in plan], wait_s, say)
-            groups |= engines.EngineGroup.auxiliary(placement, wanted, seed)
-            await asyncio.to_thread(engines.serve_engines, groups.values(), _START_S)
+            groups |= engine_groups.EngineGroup.auxiliary(placement, wanted, seed)
+            await asyncio.to_thread(engine_groups.serve_engines, groups.values(), _START_S)
             found = auxiliary_models(wanted, {name: group.pool for name, group in groups.items()})
             yield {name: AskedModel.on_engines(model, wanted[name]) for name, model in found.items()}
         finally:

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from rayrft.config import RunConfig
 from rayrft.config.pipelines import OperatorConfig
 from rayrft.config.reward import RewardPart
+from rayrft.core.bundles import cluster_nodes
 from rayrft.core.parts.buffer import BUFFER
-from rayrft.core.placement import Placement, cluster_nodes
+from rayrft.core.placement import Placement
 from rayrft.core.run_folder import writing
 from rayrft.data.models import find_model, has_weights
 from rayrft.errors import ClusterError, ConfigError, ModelError
@@ -133,7 +134,11 @@ def ask_nodes(nodes: Iterable[str], function: Callable[..., T], *arguments: Any)
     Raises ClusterError if a node cannot run it.
     """
     names = {node.id: node.name for node in cluster_nodes(ray_api.total_resources_per_node())}
-    asked = {node: _ask(node, function, arguments) for node in nodes}
+    task, on = ray.remote(num_cpus=0, max_retries=0)(function), ray.util.scheduling_strategies
+    asked = {
+        node: task.options(scheduling_strategy=on.NodeAffinitySchedulingStrategy(node, soft=False)).remote(*arguments)
+        for node in nodes
+    }
     ready, _ = ray.wait([*asked.values()], num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
     answers = {}
     for node, asking in asked.items():
@@ -149,12 +154,6 @@ def ask_nodes(nodes: Iterable[str], function: Callable[..., T], *arguments: Any)
         remedy = "install one version of rayrft on all nodes: bash cluster/setup.sh"
         raise ClusterError(f"node {names[node]} cannot run rayrft: {problem}", remedy)
     return answers
-
-
-def _ask(node: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-    task = ray.remote(num_cpus=0, max_retries=0)(function)
-    return task.options(scheduling_strategy=where).remote(*arguments)
 
 
 def find_missing(marker: Path, files: Mapping[str, list[str]]) -> list[tuple[str, str]]:

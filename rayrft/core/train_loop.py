@@ -7,7 +7,6 @@ import contextlib
 import math
 import time
 import uuid
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -15,22 +14,21 @@ from typing import Any, TypeVar
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.ledger import Ledger
-from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, StageConfig, load_config
 from rayrft.config.stage import EvaluationConfig
 from rayrft.core.checkpoints import Progress, Saver
+from rayrft.core.engine_groups import EngineGroup
 from rayrft.core.evaluations import Evaluations
-from rayrft.core.parts.engines import EngineGroup
+from rayrft.core.parts.buffer import plan_stage
 from rayrft.core.restarts import Restarts
 from rayrft.core.steering import Steering
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import WeightSync
 from rayrft.data.demonstrations import held_out_name
 from rayrft.errors import ConfigError, LeaseEnded, NotFinite, RayrftError, RowsFailed, Stalled, StorageError
-from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
-from rayrft.monitor.records import EvaluationRecord, PairsRecord, Record, RecordKey, StepRecord, record_key
+from rayrft.monitor.records import EvaluationRecord, PairsRecord, StepRecord, record_key
 from rayrft.monitor.verdict import Bottleneck, check_gap, check_on_policy_step
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle
@@ -38,7 +36,7 @@ from rayrft.runtime.waits import cancel
 from rayrft.trainer.api import RankApi
 from rayrft.trainer.batch_pipeline import ProcessedLease
 from rayrft.trainer.result import StepResult, group_value_errors
-from rayrft.trainer.trainer import Ranks, Trainer
+from rayrft.trainer.trainer import Trainer, ask_ranks
 from rayrft.weights.messages import SyncReport
 
 R = TypeVar("R")
@@ -69,29 +67,15 @@ class TrainLoop:
     """Ledger of rows after the latest step."""
     published: int = field(default=0, init=False)
     """Version of the weights that the engines have."""
-    recorded: Collection[RecordKey] = ()
-    """Keys of the records of the steps that are repeated after a rewind. They are not written again."""
     attention: float = 0.0
     """See `StagePlan`."""
 
     def __post_init__(self) -> None:
         self.published = self.progress.step
-        self._ranks = Ranks(self.trainer)
         self._attempt = uuid.uuid4().hex
         """Distinguishes this attempt of the run from those before it was resumed."""
         self._saving = Saver(self.config, self.buffer, self.trainer, self.progress)
-        self._evaluations = Evaluations(
-            self.config,
-            self.explorers,
-            self.evaluation,
-            self.recorder,
-            self.progress,
-            self._saving,
-            self.weight_sync,
-            self.publish,
-            self.restarts,
-            self.recorded,
-        )
+        self._evaluations = Evaluations(self, self._saving)
         self._bottleneck, self._gap_noted = Bottleneck(), False
         """Of the current stage."""
         self.trained_by: Any = None
@@ -107,7 +91,7 @@ class TrainLoop:
         if resumed.torn_bytes:
             message = f"a crash left {resumed.torn_bytes} bytes of unfinished writes in the Buffer's log: truncated"
             await self.recorder.note(message, step=progress.step)
-        if repeated := max((step for kind, _, step in self.recorded if kind == StepRecord.kind), default=0):
+        if repeated := max((step for kind, _, step in self.recorder.repeated if kind == StepRecord.kind), default=0):
             await self.recorder.note(f"repeats steps {progress.step + 1} to {repeated}", step=progress.step)
         try:
             for number in range(len(self.config.stages)):
@@ -130,12 +114,6 @@ class TrainLoop:
         """Publish the trainer's weights to the engines; their version is the number of optimiser steps taken."""
         self.published = self.progress.step
         return await self.weight_sync.publish(self.published) if self.weight_sync is not None else None
-
-    async def admit(self, policy: EngineGroup | None, engines: list[Handle[RolloutEngine]]) -> SyncReport | None:
-        """Let rollout engines take requests once they hold the trainer's weights."""
-        if policy is None or self.weight_sync is None:
-            return None
-        return await self.weight_sync.admit(engines, self.progress.step)
 
     async def restore(self) -> None:
         """Restore the weights of the latest checkpoint; all other state is restored when the stage is open."""
@@ -166,7 +144,7 @@ class TrainLoop:
     async def _checkpoint(self) -> None:
         """Start writing a checkpoint, with a note of it that stays when its folder is deleted."""
         await self.note("writes a checkpoint", checkpoint=self.progress.step)
-        await self._saving.checkpoint(self._records)
+        await self._saving.checkpoint(self.recorder.count(self.progress.step))
 
     async def evaluate(self, changes: dict[str, Any]) -> asyncio.Future[list[EvaluationRecord]]:
         """Evaluate between two steps, with these changes of the config; with evaluation engines the future is done
@@ -181,12 +159,12 @@ class TrainLoop:
         """Continue with a config in which changeable keys differ: in this actor, ranks, Explorers and Buffer."""
         if config.explorer.sampling != self.config.explorer.sampling:
             self._mixed_until = self.progress.step + max(config.max_staleness, self.config.max_staleness)
-        self.config = self._evaluations.config = config
+        self.config = config
         stage, temperature = config.stages[self.progress.stage], config.explorer.sampling.temperature
         self._saving.checkpoints.config = config.checkpoint
-        await self._ranks.call(RankApi.adjust, stage.algorithm.build(), stage, temperature)
+        await ask_ranks(self.trainer, RankApi.adjust, stage.algorithm.build(), stage, temperature)
         await asyncio.gather(*(explorer.call(Explorer.adjust, config) for explorer in self.explorers))
-        await self.buffer.call(Buffer.adjust_stage, self._plan(stage))
+        await self.buffer.call(Buffer.adjust_stage, plan_stage(self.config, stage, self.progress, self.attention))
 
     async def _stage(self, stage: StageConfig) -> None:
         progress, self._bottleneck, self._gap_noted = self.progress, Bottleneck(), False
@@ -237,7 +215,7 @@ class TrainLoop:
             before = [each.name for each in self.config.stages[: progress.stage] if not each.trains_reward_model]
             start_from = start_from or next(reversed(before), None)
         weights = await self._saving.exported(start_from) if start_from and not resumed else None
-        await self._ranks.call(RankApi.open_stage, algorithm, stage, weights)
+        await ask_ranks(self.trainer, RankApi.open_stage, algorithm, stage, weights)
         if resumed:
             await self._saving.restore(whole=True)
             message = f"resumes after {progress.stage_step} steps"
@@ -248,31 +226,7 @@ class TrainLoop:
         await self.recorder.note(f"stage {stage.name!r}: {message}", stage.name, progress.step)
         if not resumed and (progress.step == 0 or stage.start_from):
             await self._evaluate(stage)
-        await self.buffer.call(Buffer.open_stage, self._plan(stage))
-
-    def _plan(self, stage: StageConfig) -> StagePlan:
-        progress, algorithm, partly = self.progress, stage.algorithm.build(), self.config.explorer.partial
-        return StagePlan(
-            stage.groups,
-            stage.group_size,
-            stage.expert_rows,
-            stage.demonstrations if stage.expert_rows else None,
-            self.config.max_staleness,
-            self.config.explorer.over_sampling,
-            progress.stage_began,
-            stage.steps,
-            scheduled=self.config.mode in ("both", "serve"),
-            max_age=self.config.buffer.max_age,
-            name=stage.name,
-            pairs="pairs" in algorithm.needs,
-            labelled="labels" in algorithm.needs,
-            grows=self.config.grows(stage),
-            mini_batches=stage.update.mini_batches,
-            parks=partly.old_tokens if partly else None,
-            hold_steps=self.config.feedback.hold_steps,
-            sampler=self.config.buffer.sampler,
-            attention=self.attention,
-        )
+        await self.buffer.call(Buffer.open_stage, plan_stage(self.config, stage, self.progress, self.attention))
 
     async def _step(self, stage: StageConfig, exploring: asyncio.Future[list[None]]) -> None:
         """Take one optimiser step: lease, train, acknowledge, publish, admit."""
@@ -307,27 +261,15 @@ class TrainLoop:
         )
         progress.accuracy, progress.reward = None, record.reward
         self._bottleneck.add(record)
-        await self._record(record)
+        await self.recorder.add(record)
+        repeated = record_key(record) in self.recorder.repeated
         if self.steering is not None:  # before new groups are admitted, so that changes apply to all of them
-            if not self._is_recorded(record):
+            if not repeated:
                 await self.steering.guard(self, record)
             await self.steering.border(self, partial(self.unless_ended, exploring=exploring))
         await self.buffer.call(Buffer.advance, self.published)
-        if not self._is_recorded(record) and not record.metrics.skipped_updates:
+        if not repeated and not record.metrics.skipped_updates:
             await self.doubt(stage, lease, results[0])
-
-    async def _record(self, record: Record) -> None:
-        if not self._is_recorded(record):
-            await self.recorder.add(record)
-
-    def _is_recorded(self, record: Record) -> bool:
-        return record_key(record) in self.recorded
-
-    @property
-    def _records(self) -> int:
-        """The number of records that a run keeps which resumes from here."""
-        later = [step for kind, _, step in self.recorded if kind == StepRecord.kind and step > self.progress.step]
-        return self.recorder.count_until(min(later)) if later else self.recorder.count
 
     async def doubt(self, stage: StageConfig, lease: Lease, result: StepResult) -> None:
         """Note what looks wrong about a first step, and a stage's first gap. Raises WeightSyncError (`check_gap`)."""
@@ -361,7 +303,7 @@ class TrainLoop:
                 await changing.enter_async_context(self.weight_sync.weights)
                 await changing.enter_async_context(self.weight_sync.asleep())
             self.trained_by = self.trainer.actor
-            results = await self._ranks.call(RankApi.train, processed.lease)
+            results = await ask_ranks(self.trainer, RankApi.train, processed.lease)
             if trained := list(filter(None, results)):
                 return processed, trained, waited_s
             await changing.aclose()
@@ -403,9 +345,9 @@ class TrainLoop:
             return
         started, store = time.perf_counter(), f"expert/{held_out_name(stage.demonstrations or '')}"
         blocks = await self.buffer.call(Buffer.partition, store)
-        found = (await self._ranks.call(RankApi.rank_pairs, blocks))[0]
+        found = (await ask_ranks(self.trainer, RankApi.rank_pairs, blocks))[0]
         step, taken, seconds = self.progress.step, self.progress.stage_step, time.perf_counter() - started
-        await self._record(PairsRecord.of(stage.name, step, taken, found, seconds))
+        await self.recorder.add(PairsRecord.of(stage.name, step, taken, found, seconds))
 
     async def _judge(self, stage: StageConfig) -> None:
         """Note what bounds the stage."""

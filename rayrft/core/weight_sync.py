@@ -27,7 +27,7 @@ from rayrft.runtime.handle import Handle, TrackedHandle
 from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import Waits, cancel
 from rayrft.trainer.api import RankApi
-from rayrft.trainer.trainer import Ranks, Trainer
+from rayrft.trainer.trainer import Trainer, ask_ranks
 from rayrft.weights.messages import Link, SendReport, SyncReport
 
 _RESUME_S = 10.0
@@ -60,7 +60,8 @@ class WeightSync:
         """Held while the trainer's weights change, from a training step to its `publish`, and while new engines get
         them."""
         self._settings = self.config.weight_sync
-        self._ranks = Ranks(self.trainer)
+        self._present = self.trainer
+        """The Trainer whose weights the round sends."""
         self._tokens = [row.token_ids.tolist() for row in self.probe]
         self._images = [row.images for row in self.probe]
         self._lock = asyncio.Lock()
@@ -151,7 +152,7 @@ class WeightSync:
     async def _round_of(self, trainer: Handle[Trainer]) -> AsyncIterator[None]:
         """Send the weights of this Trainer inside: those of its successor may be of another version."""
         async with self._lock:
-            self._ranks = Ranks(trainer)
+            self._present = trainer
             yield
 
     async def _publish(self, membership: Membership, version: int) -> SyncReport:
@@ -202,7 +203,7 @@ class WeightSync:
         config, deadline_s = self.config, self._settings.deadline_s
         workers = config.explorer.engine.tensor_parallel
         async with self._deadline("the ranks to end the link before"):  # whose engines may have died
-            located = (await self._ranks.call(RankApi.locate, deadline_s))[0]
+            located = (await ask_ranks(self._present, RankApi.locate, deadline_s))[0]
             assert located is not None  # the first rank opens the store
         async with self._deadline("engines and trainer to connect"):
             host, port = located
@@ -219,7 +220,7 @@ class WeightSync:
                 options=config.transport_options,
             )
             connecting = [each.call(RolloutEngine.connect, link, i * workers) for i, each in enumerate(engines)]
-            problem, *_ = await _all(self._ranks.call(RankApi.connect, link), *connecting)
+            problem, *_ = await _all(ask_ranks(self._present, RankApi.connect, link), *connecting)
             _check_link(problem[0])
 
     async def _round(self, engines: _Engines, version: int, *, probe: bool) -> SyncReport:
@@ -235,7 +236,7 @@ class WeightSync:
                 raise
             # After a transfer that failed the engines stay paused, as they may have weights of two versions.
             receiving = [engine.call(RolloutEngine.receive, self._rounds, version) for engine in engines]
-            sending = self._ranks.call(RankApi.send, self._rounds, version, bucket_bytes)
+            sending = ask_ranks(self._present, RankApi.send, self._rounds, version, bucket_bytes)
             [sent, *_], *held = await _all(sending, *receiving)
             _check_link(sent.problem)
         _verify(version, sent, {engine.name: weights for engine, weights in zip(engines, held, strict=True)})
@@ -247,7 +248,7 @@ class WeightSync:
     async def _compare(self, engines: _Engines, version: int) -> float:
         """Return the largest log-prob difference on the probe. Raises WeightSyncError if an engine is out of bounds."""
         bounds = self.config.probe_bounds
-        trainer = (await self._ranks.call(RankApi.score, self._tokens, self._images))[0]
+        trainer = (await ask_ranks(self._present, RankApi.score, self._tokens, self._images))[0]
 
         async def score(engine: Handle[RolloutEngine]) -> list[list[float]]:
             async with self._deadline(f"{engine.name} to score the probe batch"):

@@ -45,29 +45,29 @@ class Recorder:
         self._sinks = Sinks(config, started=taken_over)
         reserve_space(config.folder)
         self._changed, self._saving = asyncio.Condition(), asyncio.Lock()
-        self._started = time.monotonic()
         self.ended = False
+        self.repeated = set[RecordKey]()
+        """Keys of the records of steps that are repeated after a rewind. They are not written again."""
 
-    @property
-    def count(self) -> int:
-        """Number of records in the file so far."""
-        return len(self.file) - len(self.file.late)
-
-    def count_until(self, step: int) -> int:
-        """Return the number of records before that of a step, which has one."""
-        return next(n for n, each in enumerate(self.file.read()) if isinstance(each, StepRecord) and each.step == step)
-
-    def keys_since(self, step: int) -> set[RecordKey]:
-        """Return the keys of the records of later steps, and of the evaluations of this step."""
+    def rewind(self, step: int) -> None:
+        """Take the records of later steps, and the evaluations of this step, for those of steps that are repeated."""
         records = (each for each in self.file.read() if each.step > step or isinstance(each, EvaluationRecord))
-        return {record_key(each) for each in records if not isinstance(each, NoteRecord)}
+        self.repeated = {record_key(each) for each in records if not isinstance(each, NoteRecord | RestartRecord)}
+
+    def count(self, step: int) -> int:
+        """Return the number of records in the file that a run keeps which resumes from this step."""
+        if not any(kind == StepRecord.kind and repeated > step for kind, _, repeated in self.repeated):
+            return len(self.file) - len(self.file.late)
+        return next(n for n, each in enumerate(self.file.read()) if isinstance(each, StepRecord) and each.step > step)
 
     def restarts(self) -> list[RestartRecord]:
         return [each for each in self.file.read() if isinstance(each, RestartRecord)]
 
     async def add(self, record: Record) -> None:
-        """Append a record; followers see it while it waits for room, and a note is written later. Raises StorageError
-        if it cannot be written."""
+        """Append a record, unless its step is repeated; followers see it while it waits for room, and a note is written
+        later. Raises StorageError if it cannot be written."""
+        if record_key(record) in self.repeated:
+            return
         await self._note_failed_sinks(record.stage, record.step)
         async with self._changed:
             try:
@@ -118,8 +118,3 @@ class Recorder:
                 plot = self.config.folder / "plot.png"
                 with contextlib.suppress(OSError):  # full disk: the plot can be drawn again from the records
                     await asyncio.to_thread(save_plot, self.file.read(), plot, self.config.name)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the run was started or resumed."""
-        return time.monotonic() - self._started

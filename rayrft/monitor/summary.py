@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 from pydantic import TypeAdapter
 
@@ -181,19 +180,9 @@ class Totals:
 
 
 def summarise(
-    name: str,
-    status: str,
-    error: str | None,
-    totals: Totals,
-    rows: RowStats | None,
-    total_s: float,
-    *,
-    step: int | None = None,
-    version: int | None = None,
-    stages: Mapping[str, int] = MappingProxyType({}),
-    checkpoint: str | None = None,
+    name: str, status: str, error: str | None, totals: Totals, rows: RowStats | None, total_s: float
 ) -> Summary:
-    """Build the summary from a run's records and rows; by default ``step`` and ``version`` are the latest recorded."""
+    """Build the summary from a run's records and rows, which do not tell of its stages and its last weights."""
     return Summary(
         name,
         status,
@@ -202,10 +191,10 @@ def summarise(
         ledger=rows.ledger if rows else None,
         expert=rows.expert if rows else None,
         seconds={**{part: round(value, 3) for part, value in totals.seconds.items()}, "total": round(total_s, 3)},
-        steps=totals.step if step is None else step,
-        weight_version=totals.version if version is None else version,
-        stages=dict(stages),
-        checkpoint=checkpoint,
+        steps=totals.step,
+        weight_version=totals.version,
+        stages={},
+        checkpoint=None,
         pairs=totals.pairs,
         restarts=dict(totals.restarts),
     )

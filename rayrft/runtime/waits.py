@@ -85,7 +85,8 @@ class Waits:
     def __init__(self, waiter: str, trace: Trace | None = None, *, rooms: bool = True) -> None:
         self.trace = trace or Trace()
         self._waiter, self._rooms = waiter, rooms
-        self._targets: dict[str, _Target] = {}
+        self.targets: dict[str, _Target] = {}
+        """Targets that are waited for."""
         self._progressed = time.monotonic()
 
     def on(
@@ -95,33 +96,16 @@ class Waits:
         in turn, so that anything the actor receives counts as progress. ``name``: that of the activity in the trace."""
         return _OpenWait(self, target, what, internal, name)
 
-    def begin(self, wait: _OpenWait) -> None:
-        """Begin a wait."""
-        if (entry := self._targets.get(wait.target)) is None:
-            entry = self._targets[wait.target] = _Target(wait.internal)
-        entry.waits[wait] = time.monotonic()
-        if wait.name:
-            self.trace.begin(wait.target, wait.name)
-
-    def end(self, wait: _OpenWait) -> None:
-        """End a wait, by a result or a failure; both count as progress of the target."""
-        del self._targets[wait.target].waits[wait]
-        self.progressed(wait.target)
-        if not self._targets[wait.target].waits:
-            del self._targets[wait.target]
-        if wait.name:
-            self.trace.end(wait.target, wait.name)
-
     def progressed(self, target: str) -> None:
         """Record progress of the target that does not end a wait."""
         self._progressed = time.monotonic()
-        if target in self._targets:
-            self._targets[target].progressed = self._progressed
+        if target in self.targets:
+            self.targets[target].progressed = self._progressed
 
     def report(self) -> WaitReport:
         """Return the current waits, internal ones last."""
         now, waits = time.monotonic(), []
-        for target, entry in sorted(self._targets.items(), key=lambda item: item[1].internal):
+        for target, entry in sorted(self.targets.items(), key=lambda item: item[1].internal):
             oldest, began = next(iter(entry.waits.items()))
             latest = max(began, entry.progressed, self._progressed if entry.internal else 0.0)
             text = oldest.what if isinstance(oldest.what, str) else oldest.what()
@@ -142,7 +126,18 @@ class _OpenWait(AbstractContextManager[None]):
     name: str
 
     def __enter__(self) -> None:
-        self.waits.begin(self)
+        targets = self.waits.targets
+        if (entry := targets.get(self.target)) is None:
+            entry = targets[self.target] = _Target(self.internal)
+        entry.waits[self] = time.monotonic()
+        if self.name:
+            self.waits.trace.begin(self.target, self.name)
 
     def __exit__(self, *_: object) -> None:
-        self.waits.end(self)
+        targets = self.waits.targets
+        del targets[self.target].waits[self]
+        self.waits.progressed(self.target)  # by a result or a failure
+        if not targets[self.target].waits:
+            del targets[self.target]
+        if self.name:
+            self.waits.trace.end(self.target, self.name)

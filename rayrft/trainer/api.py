@@ -10,7 +10,7 @@ import numpy as np
 
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.log.row_log import RowRef
-from rayrft.config.model import TemplateConfig
+from rayrft.config import RunConfig
 from rayrft.config.stage import StageConfig
 from rayrft.config.trainer import TrainerConfig
 from rayrft.runtime.handle import Handle
@@ -103,15 +103,8 @@ class RankSetup:
     """Arguments that every rank is started with."""
 
     trainer: Handle[Mailbox]
+    run: RunConfig
     config: TrainerConfig
+    """That of the run, or with what has changed for the present ranks: see `TrainerPart.settings`."""
     model: str
-    dtype: str
-    temperature: float
-    plugins: list[Path]
-    seed: int = 0
-    template: TemplateConfig | None = None
-    room_s: float = 0.0
-    shares_gpu: bool = False
-    """Whether an engine on the GPU needs the memory that torch would keep between two calls."""
-    trace: Path | None = None
-    """The run folder, if ranks write traces."""
+    """Its folder, or its id on the hub."""

@@ -78,21 +78,13 @@ class _Row:
 
 
 class BatchPipeline:
-    """Sends the leases of a run through the operators on batches, one by one."""
+    """Sends the leases of a run through the ``operators`` on batches, which are to be opened before, one by one."""
 
     def __init__(self, config: PipelinesConfig, chain: GroupChain) -> None:
         self._stops = config.on_error == "stop"
-        self._operators = LocalOperators(chain, config)
+        self.operators = LocalOperators(chain, config)
         self._log = OperatorLog(chain.build(), "pipelines.batch")
         self._failures = 0
-
-    async def open(self) -> None:
-        """Start the operators. Raises ConfigError if they cannot be started."""
-        await self._operators.open()
-
-    async def close(self) -> None:
-        """End the processes of the operators."""
-        await self._operators.close()
 
     async def process(self, lease: Lease) -> ProcessedLease:
         """Return the lease with its rows as the operators change them.
@@ -105,7 +97,7 @@ class BatchPipeline:
         together = _rows(lease, blocks)
         given = _batch([row for rows in together for row in rows], blocks, lease.step)
         try:
-            worked = await self._operators.apply(given)
+            worked = await self.operators.apply(given)
             block, kept = self._settle(worked, given)
         except OperatorFailed as error:
             self._failures += 1

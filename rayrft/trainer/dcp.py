@@ -139,7 +139,7 @@ class Checkpointer:
         self._rebase(learner.policy, folder)
         with _typed_errors(folder):
             names = _Reader(str(folder)).read_metadata().state_dict_metadata
-        if learner.moments == "8bit" and not any(name.startswith(f"{learner.rng.name}.") for name in names):
+        if learner.config.moments == "8bit" and not any(name.startswith(f"{learner.rng.name}.") for name in names):
             problem, remedy = "8-bit moments are not divided among other ranks", "give as many trainer.ranks as it had"
             raise ModelError(problem, remedy, field="trainer.moments", value=str(folder))
         state = checkpoint_state(learner, folder, set(names))

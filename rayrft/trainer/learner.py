@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from rayrft.algorithms import Algorithm, Coefficients, Denominators, LossParts, count, sum_gains
 from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
 from rayrft.config.stage import StageConfig, UpdateConfig
-from rayrft.config.trainer import Accumulate, AdamMoments, OptimizerConfig
+from rayrft.config.trainer import Accumulate, OptimizerConfig, TrainerConfig
 from rayrft.errors import NotFinite
 from rayrft.runtime.trace import Trace
 from rayrft.trainer.annotation import Batches, each_micro, value_errors, with_logprobs, with_teacher, with_values
@@ -83,8 +83,8 @@ class Learner:
     def __init__(
         self,
         policy: Policy,
+        config: TrainerConfig,
         *,
-        micro_batch_tokens: int,
         temperature: float,
         device: torch.device,
         seed: int = 0,
@@ -93,14 +93,8 @@ class Learner:
     ) -> None:
         """``attention``: see `micro_batches`. ``trace``: of the phases of steps, as the host sees them: it waits for a
         GPU only where it needs a number."""
-        self.policy, self._trace = policy, trace or Trace()
+        self.policy, self.config, self._trace = policy, config, trace or Trace()
         self.rng = RngState(seed, device)
-        self.skips = False
-        """Whether an update whose loss or gradient is not finite is skipped, instead of an error."""
-        self.accumulate: Accumulate = "auto"
-        """Where gradients of micro-batches add up; see `TrainerConfig`."""
-        self.moments: AdamMoments = "float32"
-        self._micro_batch_tokens = micro_batch_tokens
         self.temperature = temperature
         self._device = device
         self._attention = attention
@@ -127,7 +121,7 @@ class Learner:
         self.reward_model = reward_model
         updates = self._update_config.updates_per_step
         own_steps = steps - self._critic_warmup_steps
-        self.optimizer = Optimizer(self.trained.parameters(), optimizer, own_steps, updates, self.moments)
+        self.optimizer = Optimizer(self.trained.parameters(), optimizer, own_steps, updates, self.config.moments)
         self.reference = Reference(self.policy) if "reference" in algorithm.needs else None
         self.critic = critic
         self.teacher = teacher
@@ -247,7 +241,7 @@ class Learner:
         models = [model for model in (self.trained, self.critic, self.teacher) if model is not None]
         padded = not all(model.packs for model in models)
         split = partial(micro_batches, padded=padded, attention=self._attention)
-        batches = [split(rows, self._micro_batch_tokens, self._device) for rows in mini_batches]
+        batches = [split(rows, self.config.micro_batch_tokens, self._device) for rows in mini_batches]
         most = self._reduce(torch.tensor([len(batch) for batch in batches]), dist.ReduceOp.MAX).tolist()
         empty = empty_batch(self._device)
         return [batch + [empty] * (number - len(batch)) for batch, number in zip(batches, most, strict=True)]
@@ -255,7 +249,7 @@ class Learner:
     def count_denominators(self, batches: Batches) -> list[Denominators]:
         """Count the global denominators of every mini-batch, before the first backward pass."""
         counts = torch.stack([count((micro.tokens for micro in batch), self._device) for batch in batches])
-        return [Denominators.of(row) for row in self._reduce(counts).cpu()]
+        return [Denominators(*row.tolist()) for row in self._reduce(counts).cpu()]
 
     def compute_old_logprobs(self, batches: Batches, mini_batches: list[list[TrainRow]]) -> Batches:
         """Add old-policy, reference and teacher log-probs, values and advantages, each only if the loss uses it."""
@@ -334,7 +328,7 @@ class Learner:
                 return grad_norm
         optimizer.adam.zero_grad()
         optimizer.updates += 1
-        if not self.skips:
+        if self.config.not_finite != "skip":
             problem = f"the loss or its gradient is not finite; the {model} was not updated"
             remedy = "lower the optimizer's lr, or inspect the rows of this step; trainer.not_finite can skip it"
             found = {"loss": loss, "grad_norm": grad_norm, "step of the stage": self._step}
@@ -373,7 +367,7 @@ class Learner:
         """Accumulate a model's gradient, if gradients are enabled. ``share`` computes a micro-batch's share of the loss
         and the numbers to report. Returns these by micro-batch."""
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        reported, whole = [], accumulates_whole(self.accumulate, trained)
+        reported, whole = [], accumulates_whole(self.config.accumulate, trained)
         for index, micro in enumerate(batch):
             if isinstance(model, FSDPModule):
                 last = index == len(batch) - 1

@@ -60,7 +60,7 @@ def run_rank(options: dict[str, Any]) -> None:
     index, where = ray.train.get_context().get_world_rank(), platform.node()
     rank: Rank | None = None
     try:
-        load_plugins(setup.plugins)
+        load_plugins(setup.run.plugins)
         device = ray.train.torch.get_device()
         if device.type == "cuda":
             where += f", GPU {torch.cuda.get_device_properties(device).uuid}"
@@ -73,7 +73,7 @@ def run_rank(options: dict[str, Any]) -> None:
             number, answer = number + 1, getattr(rank, call.method)(*call.args, **call.kwargs)
             rank.release()
     except BaseException as error:
-        half, beside = setup.dtype != "float32", rank.beside if rank is not None else {}
+        half, beside = setup.run.model.dtype != "float32", rank.beside if rank is not None else {}
         savings = partial(memory_savings, setup.model, setup.config, half=half, **beside)
         fetch(trainer.call(Mailbox.failed, index, device_failed(error, index, where, setup.config, savings) or error))
         raise
@@ -100,28 +100,26 @@ class Rank(RankApi):
     """A rank's models. The methods are documented in `RankApi`."""
 
     def __init__(self, setup: RankSetup, index: int, device: torch.device) -> None:
-        self._setup = setup
-        Room.limit_s = setup.room_s
+        self._setup, run = setup, setup.run
+        Room.limit_s = run.monitor.stall_s / 2
         self._index = index
         self._device = device
         if self._device.type == "cpu":
             torch.set_num_threads(max(1, int(setup.config.cpus)))
-        self._compute: torch.dtype = getattr(torch, setup.dtype)
+        self._compute: torch.dtype = getattr(torch, run.model.dtype)
         mesh = rank_mesh(self._device.type, setup.config.ranks, setup.config.replicas)
-        self._loader = Loader(setup.config, mesh, device, self._compute, setup.seed)
+        self._loader = Loader(setup.config, mesh, device, self._compute, run.seed)
         self.warning = self._loader.fast_paths(setup.model).warning
         """Which fast paths the model does not support, and why; None if it supports all."""
         self.learner = Learner(
             self._loader.load(setup.model, lambda policy: policy),
-            micro_batch_tokens=setup.config.micro_batch_tokens,
-            temperature=setup.temperature,
+            setup.config,
+            temperature=run.explorer.sampling.temperature,
             device=self._device,
-            seed=setup.seed,
+            seed=run.seed,
             attention=attention_cost(setup.model),
-            trace=Trace(setup.trace, f"rank-{index}"),
+            trace=Trace(run.trace_folder, f"rank-{index}"),
         )
-        self.learner.skips, self.learner.accumulate = setup.config.not_finite == "skip", setup.config.accumulate
-        self.learner.moments = setup.config.moments
         self._checkpointer = Checkpointer()
         self._channel: WeightChannel | None = None
         self._store: TCPStore | None = None
@@ -129,8 +127,8 @@ class Rank(RankApi):
         """The models beside the policy in the open stage, as `memory_savings` takes them."""
 
     def release(self) -> None:
-        """Give GPU memory that torch keeps for later back to the driver, if an engine shares the GPU."""
-        if self._setup.shares_gpu and self._device.type == "cuda":
+        """Give GPU memory that torch keeps for later back to the driver, if an engine on the GPU needs it."""
+        if self._setup.run.colocated and self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def open_stage(self, algorithm: Algorithm, stage: StageConfig, weights: Path | None) -> None:
@@ -143,7 +141,7 @@ class Rank(RankApi):
         critic = teacher = reward_model = None
         if "critic" in algorithm.needs:
             critic = self._loader.load(self._setup.model, Critic)  # not from the current policy
-            updates, moments = stage.update.updates_per_step, self.learner.moments
+            updates, moments = stage.update.updates_per_step, self._setup.config.moments
             critic.optimizer = Optimizer(critic.parameters(), stage.critic_optimizer, stage.steps, updates, moments)
         if stage.teacher:
             teacher = self._loader.load(stage.teacher, lambda policy: policy, field="teacher", frozen=True)
@@ -242,7 +240,7 @@ class Rank(RankApi):
     def save(self, folder: Path) -> None:
         import ray.train
 
-        tokenizer = ChatTokenizer(self._setup.model, template=self._setup.template)
+        tokenizer = ChatTokenizer(self._setup.model, template=self._setup.run.model.template)
         write = save_hf(self.learner.trained, tokenizer, folder, dtype=self._compute, group=self._checkpointer.group)
         self._checkpointer.write(write, partial(self._wrote, folder))
         checkpoint = ray.train.Checkpoint.from_directory(str(folder)) if self._index == 0 else None

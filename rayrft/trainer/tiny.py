@@ -14,16 +14,8 @@ from rayrft.config.model import TinyModelConfig
 from rayrft.errors import ModelError
 
 PAD, EOS, USER, ASSISTANT = "<|pad|>", "<|eos|>", "<|user|>", "<|assistant|>"
-_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|eos|>"
-    "{% else %}<|user|>{{ message['content'] }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
 _START, _END, _IMAGE, _VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
-_VISION_TEMPLATE = (
+_TEMPLATE = (
     "{% for message in messages %}"
     f"{{{{ '{ASSISTANT}' if message['role'] == 'assistant' else '{USER}' }}}}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -51,11 +43,9 @@ def make_tiny_model(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    tokenizer = make_tokenizer(prompts, answers, special=[_START, _END, _IMAGE, _VIDEO] if config.vision else [])
     if config.vision:
-        tokenizer = make_tokenizer(prompts, answers, special=[_START, _END, _IMAGE, _VIDEO], template=_VISION_TEMPLATE)
         _save_processor(tokenizer, folder)
-    else:
-        tokenizer = make_tokenizer(prompts, answers)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}

@@ -22,25 +22,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Ranks:
-    """All ranks of a Trainer.
-
-    ``await ranks.call(RankApi.train, lease)`` returns the answers by rank. It raises the error of the first that fails.
-    """
-
-    def __init__(self, trainer: Handle[Trainer]) -> None:
-        self._trainer = trainer
-
-    def call(
-        self, method: Callable[Concatenate[RankApi, P], R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Awaitable[list[R]]:
-        """Start the method on every rank, whether or not the answers are awaited."""
-        return self._trainer.call(Trainer.call_ranks, RankCall(method.__name__, args, kwargs))
+def ask_ranks(
+    trainer: Handle[Trainer], method: Callable[Concatenate[RankApi, P], R], /, *args: P.args, **kwargs: P.kwargs
+) -> Awaitable[list[R]]:
+    """Start a method on every rank of a Trainer, whether or not the answers are awaited. Return the answers by rank.
+    Raises the error of the first that fails."""
+    return trainer.call(Trainer.call_ranks, RankCall(method.__name__, args, kwargs))
 
 
 class Trainer(Watched):
-    """The actor and `Mailbox` of its ranks. ``start`` returns when every rank has loaded the model; then `Ranks` makes
-    calls, one at a time."""
+    """The actor and `Mailbox` of its ranks. ``start`` returns when every rank has loaded the model; then `ask_ranks`
+    makes calls, one at a time."""
 
     def __init__(self, config: TrainerConfig, group: Any, batches: Callable[[], BatchPipeline] | None = None) -> None:
         """``group`` has one bundle per rank; ``batches`` makes the operators on training batches."""
@@ -71,7 +63,7 @@ class Trainer(Watched):
         self._fit = asyncio.create_task(self._run(folder, setup))
         if self._batches is not None:
             with self._waits.on("operators", "ready"):
-                await self._batches.open()
+                await self._batches.operators.open()
         try:
             async with asyncio.timeout(self._config.start_timeout_s) as self._late, self._changed:
                 await self._from_ranks("start", self._ready)
@@ -96,7 +88,7 @@ class Trainer(Watched):
                 return None
 
     async def call_ranks(self, call: RankCall) -> list[Any]:
-        """Make a call on every rank; see `Ranks.call`."""
+        """Make a call on every rank; see `ask_ranks`."""
         async with self._lock, self._changed:
             self._answers = {}
             await self._next(call)

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 import rayrft.weights.buckets as wire
 from rayrft.registry import load_plugins
 from rayrft.runtime.ray_api import ray
-from rayrft.weights.messages import Link, Parcel
+from rayrft.weights.messages import PARCELS, Link, Parcel
 from rayrft.weights.transport import Endpoint, SignedStore, transports
 
 
@@ -98,7 +98,7 @@ class WeightChannel:
             for read in self._announced:  # by all receivers: the transfer before has ended everywhere
                 self._store.delete_key(read)
             self._announced = [f"parcel/{number}"]
-            self._store.set(self._announced[0], parcel.to_json())
+            self._store.set(self._announced[0], PARCELS.dump_json(parcel).decode())
         try:
             self._transport.send(parcel, self._filled(parcel, tensors, digest))
         except Exception:
@@ -122,7 +122,7 @@ class WeightChannel:
         """Wait for the announcement of transfer ``number``."""
         if self._store is None:
             return self._transport.published(number)
-        return Parcel.from_json(self._store.get(f"parcel/{number}"))
+        return PARCELS.validate_json(self._store.get(f"parcel/{number}"))
 
     def receive(self, parcel: Parcel, digest: wire.Digest) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the names and tensors, and add them to the digest."""

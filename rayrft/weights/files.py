@@ -18,15 +18,17 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from rayrft.errors import RayrftError, WeightSyncError, first_line
 from rayrft.files import atomic_file, held, storage_error
 from rayrft.registry import Lazy
 from rayrft.weights.messages import Parcel, TensorMeta
-from rayrft.weights.transport import Endpoint, Layout, SignedStore, WeightTransport, register_transport
+from rayrft.weights.transport import Endpoint, SignedStore, WeightTransport, register_transport
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,17 +62,11 @@ class Manifest:
     base: Ref | None
     first: int
     """Serial number of the full version that the differences begin with; its own if it is full."""
-    format: int = 3
+    format: Literal[3] = 3
 
-    @classmethod
-    def from_json(cls, text: bytes) -> Manifest:
-        """Raise ValueError, KeyError or TypeError if the text is not a manifest."""
-        values = json.loads(text)
-        if values["format"] != cls.format:
-            raise ValueError(f"format {values['format']} is unknown")
-        base, files = values["base"], [(digest, listed) for digest, listed in values["files"]]
-        parcel = Parcel.from_json(json.dumps(values["parcel"]))
-        return cls(parcel, values["digest"], files, base and (int(base[0]), str(base[1])), int(values["first"]))
+
+MANIFESTS: TypeAdapter[Manifest] = TypeAdapter(Manifest)
+"""Manifests as JSON."""
 
 
 class VersionFolder:
@@ -109,9 +105,11 @@ class VersionFolder:
         """Return the manifest of a version. Raises WeightSyncError, as `read` does, and if it is none."""
         text = self.read(ref[0], _MANIFEST, ref[1])
         try:
-            return Manifest.from_json(bytes(text))
-        except (ValueError, KeyError, TypeError) as error:
-            raise self._broken(ref[0], _MANIFEST, f"is not a manifest of weights: {first_line(error)}") from None
+            return MANIFESTS.validate_json(bytes(text))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise self._broken(ref[0], _MANIFEST, f"is not a manifest of weights: {where}: {first['msg']}") from None
 
     def read(self, serial: int, name: str, digest: str | None = None) -> pa.Buffer:
         """Return the bytes of a file. Raises WeightSyncError if it is missing, or they have another SHA-256 digest."""
@@ -257,7 +255,7 @@ class VersionWriter(Versions):
         if base is None:
             self._before, self._first = self._first, self._serial
         manifest = Manifest(parcel, digest.value, files, base and base[0], self._first)
-        written = self._folder.write(self._serial, _MANIFEST, json.dumps(asdict(manifest)).encode())
+        written = self._folder.write(self._serial, _MANIFEST, MANIFESTS.dump_json(manifest))
         self._held = (self._serial, written), manifest
         return self._held
 
@@ -268,10 +266,6 @@ class FileTransport(WeightTransport):
     read it. It writes a version again, in full, if one of them could not read the difference."""
 
     automatic = False
-
-    @classmethod
-    def check(cls, layout: Layout) -> None:
-        """Files reach every device."""
 
     def connect(self, end: Endpoint) -> None:
         self._end, self._transfers = end, itertools.count()
@@ -333,9 +327,6 @@ class FileTransport(WeightTransport):
                     raise
             finally:
                 self._store.set(f"{transfer}/{attempt}/{self._end.index}", problem)
-
-    def close(self) -> None:
-        """The files stay, for engines elsewhere."""
 
     def _offer(self, key: str, ref: Ref, manifest: Manifest, receivers: Iterable[int]) -> dict[int, str]:
         """Let receivers read a version; return the problems of those that could not."""

@@ -84,9 +84,6 @@ class CudaIpc(WeightTransport):
             self._store.set(f"{key}/{self._index}", "")
             yield buffer
 
-    def close(self) -> None:
-        """Nothing outlives a bucket."""
-
 
 def gpu_uuid(device: torch.device) -> str:
     """Return the GPU's UUID, which is the same in all processes; device indices are not."""

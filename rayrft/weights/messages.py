@@ -5,11 +5,12 @@ Without torch, which takes seconds to load: the actor that coordinates transfers
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
 
 if TYPE_CHECKING:
     import torch
@@ -85,15 +86,9 @@ class Parcel:
     def nbytes(self) -> int:
         return sum(meta.nbytes for meta in self.metas)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> Parcel:
-        values = json.loads(text)
-        metas = [TensorMeta(meta["name"], meta["dtype"], tuple(meta["shape"])) for meta in values["metas"]]
-        adapter = Adapter(**values["adapter"]) if values["adapter"] else None
-        return cls(metas, values["bucket_bytes"], adapter, values["version"])
+PARCELS: TypeAdapter[Parcel] = TypeAdapter(Parcel)
+"""Parcels as JSON."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def step(algorithm: Algorithm, rows: list[Row], split: list[list[int]]) -> tuple
     """Loss, all its parts, and the gradient on every token of every row, of a step split so."""
     leaves = [{name: values.clone().requires_grad_() for name, values in row.output.items()} for row in rows]
     batches = [collate(rows, numbers, leaves) for numbers in split]
-    over = Denominators.of(count([batch for batch, _ in batches]))
+    over = Denominators(*count([batch for batch, _ in batches]).tolist())
     parts = []
     for batch, output in batches:
         if algorithm.trains_reward_model:

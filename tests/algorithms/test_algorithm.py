@@ -161,11 +161,11 @@ def test_denominators_count_what_each_stream_holds_and_are_1_for_an_empty_one() 
         pairs=torch.tensor([[4], [5]]),
         chosen=torch.tensor([False, False, False, False, True, False]),
     )
-    over = Denominators.of(count([batch, batch]))
+    over = Denominators(*count([batch, batch]).tolist())
     assert (over.policy_tokens, over.policy_sequences) == (6, 4), "a row without an action token is none"
     assert (over.expert_tokens, over.expert_sequences) == (6, 2)
     assert over.pairs == 2
-    none = Denominators.of(count([]))
+    none = Denominators(*count([]).tolist())
     assert (none.policy.tokens, none.policy.sequences, none.expert.tokens, none.expert.sequences) == (1, 1, 1, 1)
 
 

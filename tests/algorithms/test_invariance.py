@@ -118,7 +118,7 @@ def just_sampled() -> list[Row]:
 def test_at_the_policy_that_sampled_ratio_is_1_and_nothing_is_clipped(algorithm: Algorithm) -> None:
     rows = just_sampled()
     batch, output = collate(rows, WHOLE[0], [row.output for row in rows])
-    over = Denominators.of(count([batch]))
+    over = Denominators(*count([batch]).tolist())
     parts = algorithm.loss(output, batch, over, step=20)
     assert parts.ratio.item() == pytest.approx(over.policy_tokens)
     assert (parts.clipped.item(), parts.logprob_gap.item()) == (0.0, 0.0)
@@ -172,7 +172,7 @@ def test_the_critics_loss_does_not_depend_on_the_split(name: str) -> None:
 
     def loss(split: list[list[int]]) -> float:
         batches = [collate(rows, numbers, leaves) for numbers in split]
-        over = Denominators.of(count([batch for batch, _ in batches]))
+        over = Denominators(*count([batch for batch, _ in batches]).tolist())
         return sum(algorithm.value_loss_of(output.logprobs, batch, over).item() for batch, output in batches)
 
     whole = loss(WHOLE)

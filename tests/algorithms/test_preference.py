@@ -233,7 +233,7 @@ def batch_of(good: list[bool], rows: Rows) -> TokenBatch:
 def test_the_loss_of_a_step_is_the_mean_over_labelled_rows() -> None:
     rows = [[-0.5, -0.5], [-2.0, -1.0]]
     batch = batch_of([True, False], rows)
-    parts = build("kto", {"beta": 1.0}).loss(output(leaf(rows)), batch, Denominators.of(count([batch])))
+    parts = build("kto", {"beta": 1.0}).loss(output(leaf(rows)), batch, Denominators(*count([batch]).tolist()))
     # h is 1 and -1, beside z0 = 0.5.
     expected = (1 / (1 + math.exp(0.5)) + 1 / (1 + math.exp(1.5))) / 2
     assert parts.loss.item() == parts.preference.item() == pytest.approx(expected)
@@ -247,6 +247,6 @@ def test_the_loss_of_a_step_is_the_mean_over_labelled_rows() -> None:
 def test_a_labelled_row_without_an_action_token_has_no_loss_and_no_part_in_the_kl() -> None:
     rows: Rows = [[-0.5, -0.5], []]
     batch = batch_of([True, False], rows)
-    parts = build("kto", {"beta": 1.0}).loss(output(leaf(rows)), batch, Denominators.of(count([batch])))
+    parts = build("kto", {"beta": 1.0}).loss(output(leaf(rows)), batch, Denominators(*count([batch]).tolist()))
     assert parts.loss.item() == pytest.approx(1 / (1 + math.exp(0.5))), "that of the first row alone"
     assert sum_gains([batch]).tolist() == pytest.approx([1.0, 1.0])

@@ -125,7 +125,7 @@ def test_the_critics_loss_is_a_mean_over_own_tokens_by_the_weights_of_their_rows
     weight, rows = torch.tensor([0.5, 0.25, 1.0]), [[0.0], [0.0], [0.0]]
     returns, expert = [[1.0], [2.0], [9.0]], [False, False, True]
     batch = make_batch(rows, expert=expert, values=rows, returns=returns, weight=weight)
-    over = Denominators.of(count([batch]))
+    over = Denominators(*count([batch]).tolist())
     found = build("ppo", {"value_loss": "squared"}).value_loss_of(tokens(rows), batch, over)
     assert found.item() == pytest.approx(0.375)
 

@@ -36,7 +36,7 @@ from rayrft.experience import Task
 from rayrft.explorer.engines.exchange import Answering, Completion, Request
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.explorer.explorer import Explorer
-from rayrft.monitor import sinks
+from rayrft.monitor.ray_metrics import RayMetrics
 from rayrft.monitor.recorder import Recorder
 from rayrft.trainer.api import RankCall
 from rayrft.trainer.tiny import make_tiny_model
@@ -231,7 +231,7 @@ def main() -> None:
     options = parse(__doc__, steps=[1_000, 10_000, 100_000], rows=[100_000, 1_000_000, 10_000_000])
     # In place of the object store, and of metrics that only a cluster collects.
     store = mock.patch.multiple("ray", put=Held, get=lambda refs: [ref.message for ref in refs])
-    with store, mock.patch.object(sinks.RayMetrics, "write", lambda *_: None):
+    with store, mock.patch.object(RayMetrics, "write", lambda *_: None):
         asyncio.run(measure_steps(options.steps))
         asyncio.run(measure_rows(options.rows))
 

@@ -20,8 +20,8 @@ from rayrft.config import RunConfig
 from rayrft.experience import Task
 from rayrft.explorer.evaluation import Attempt
 from rayrft.explorer.unstored import UnstoredAnswers
+from rayrft.monitor.ray_metrics import RayMetrics
 from rayrft.monitor.records import RecordFile
-from rayrft.monitor.sinks import RayMetrics
 from rayrft.runtime.trace import WRITE_S, Trace
 from tests.bench.helpers import parse, quickstart, race, spread, start_ray
 from tests.buffer.rows import group

@@ -260,13 +260,14 @@ def _gaps(folder: str, options: argparse.Namespace, answers: list[Any]) -> list[
     """Differences of an engine's log-probs from the trainer's, of the tokens of the first answers."""
     import torch
 
+    from rayrft.config.trainer import TrainerConfig
     from rayrft.trainer.learner import Learner
     from rayrft.trainer.loading import load_policy
 
     device, compute = device_of(options), torch.float32 if options.dry else torch.bfloat16
     policy = load_policy(folder).to(device)
     policy.enable_fast_paths(pack=True, compute=compute)
-    learner = Learner(policy.to(compute), micro_batch_tokens=16384, temperature=1.0, device=device)
+    learner = Learner(policy.to(compute), TrainerConfig(micro_batch_tokens=16384), temperature=1.0, device=device)
     scores = learner.score([[*prompt, *answer.token_ids] for prompt, answer in answers[:64]])
     return [
         abs(ours - theirs)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rayrft.algorithms import build
-from rayrft.config.trainer import OptimizerConfig
+from rayrft.config.trainer import OptimizerConfig, TrainerConfig
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.loading import shard
@@ -101,6 +101,6 @@ def make_learner(
     if remark := policy.enable_fast_paths(pack=True, compute=compute):
         raise RuntimeError(remark)
     sharded = shard(policy, init_device_mesh(device.type, (1,)), compute)
-    learner = Learner(sharded, micro_batch_tokens=tokens, temperature=1.0, device=device)
+    learner = Learner(sharded, TrainerConfig(micro_batch_tokens=tokens), temperature=1.0, device=device)
     learner.open_stage(build(algorithm), optimizer, steps=1_000_000)
     return learner

@@ -11,8 +11,8 @@ from rayrft.benchmark import bench
 from rayrft.benchmark.worker import open_attempts, to_line
 from rayrft.config import RunConfig, dump_config, load_config
 from rayrft.core.checkpoints import Checkpoints, Progress
+from rayrft.core.engine_groups import policy_model
 from rayrft.core.launch import start
-from rayrft.core.parts.engines import policy_model
 from rayrft.errors import ConfigError, ModelError, PlacementError
 from rayrft.experience import Task
 from rayrft.explorer.evaluation import Attempt

@@ -13,7 +13,7 @@ from rayrft.benchmark.difficulty import measure_difficulty, write_solved
 from rayrft.buffer.events import GroupReport
 from rayrft.cli.main import app
 from rayrft.config import TaskSourceConfig, dump_config, load_config
-from rayrft.core.parts import engines
+from rayrft.core import engine_groups
 from rayrft.data.inputs import task_set_spec
 from rayrft.data.task_sources import read_source
 from rayrft.errors import ConfigError, DataError, StorageError
@@ -33,7 +33,7 @@ def tasks_in(path: Path) -> list[Task]:
 @pytest.fixture
 def config(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A run on words of three letters, whose engine draws letters of the question."""
-    monkeypatch.setattr(engines, "RolloutEngine", ScriptedEngine)
+    monkeypatch.setattr(engine_groups, "RolloutEngine", ScriptedEngine)
     given = small_config(tmp_path, "words", demonstrations={}, reward={"name": "reasoning_gym"})
     given["model"] = {"path": str(tiny_model), "max_length": 64}
     given["tasks"]["sources"][0].update(size=12, name="spell")

@@ -170,7 +170,7 @@ class LedgerRank(ScriptedRank):
             await super().load()
 
     def release(self) -> None:
-        if self._setup.shares_gpu:
+        if self._setup.run.colocated:
             self._kept = 0.0
             self._show(0.0)
 

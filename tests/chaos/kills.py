@@ -25,7 +25,7 @@ from rayrft.core.preflight import PreparedRun, prepare
 from rayrft.endpoint.keeper import RemoteSessions
 from rayrft.experience import Task
 from rayrft.explorer.engines import auxiliary
-from rayrft.monitor import sinks
+from rayrft.monitor.ray_metrics import RayMetrics
 from rayrft.monitor.records import EvaluationRecord, StepRecord, read_records
 from rayrft.monitor.summary import Summary
 from rayrft.rewards import Reward, inline, register_reward
@@ -330,7 +330,7 @@ def simulate(
         mock.patch.object(module, "locate_files", lambda *_: "files: nowhere"),
         mock.patch.object(module, "look_at", mock.AsyncMock(return_value=None)),
         mock.patch.object(module, "is_restarted", lambda: world.begun["master"] > 1),
-        mock.patch.object(sinks.RayMetrics, "write", lambda *_: None),
+        mock.patch.object(RayMetrics, "write", lambda *_: None),
         mock.patch("rayrft.monitor.recorder.save_plot"),
         mock.patch("rayrft.explorer.explorer.gc"),
         mock.patch("ray.put", world.put),

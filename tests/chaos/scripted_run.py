@@ -20,7 +20,7 @@ from ray.exceptions import ObjectLostError
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.leases import Lease
-from rayrft.core.placement import Bundles
+from rayrft.core.bundles import Bundles
 from rayrft.experience import Task, from_batch, unpack
 from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
 from rayrft.explorer.engines.exchange import Answering, Capacity, Completion, Request, Stream

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ray
 
-from rayrft.core.parts import engines
+from rayrft.core import engine_groups
 from tests.chaos.held_engines import HeldEngine
 
 if ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
-    engines.RolloutEngine = HeldEngine  # type: ignore[attr-defined]
+    engine_groups.RolloutEngine = HeldEngine  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 import yaml
 
-from rayrft.monitor.sinks import RayMetrics
+from rayrft.monitor.ray_metrics import RayMetrics
 from tests.cluster.prometheus import (
     DASHBOARD,
     GRAFANA,

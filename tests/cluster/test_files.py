@@ -19,8 +19,8 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscali
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from rayrft.config import load_config, parse_override
+from rayrft.core.bundles import ClusterNode, check_placement
 from rayrft.core.parts.table import plan_placement
-from rayrft.core.placement import ClusterNode, check_placement
 from tests.cluster.kuberay import KINDS
 from tests.conftest import ROOT
 

@@ -40,7 +40,7 @@ from rayrft.monitor.recorder import Recorder
 from rayrft.runtime.handle import Handle
 from rayrft.trainer.api import RankApi, RankCall, RankSetup
 from rayrft.trainer.rank import Rank
-from rayrft.trainer.trainer import Ranks, Trainer
+from rayrft.trainer.trainer import Trainer, ask_ranks
 from tests.buffer.in_process import ObjectTable
 from tests.core.given import restarts
 from tests.scripted import remote
@@ -61,7 +61,7 @@ class OneRank:
         self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()
         self._written: dict[Path, asyncio.Future[str | None]] = {}
-        setup = RankSetup(Handle("trainer", self), config.trainer, str(config.model.path), "float32", 1.0, [])
+        setup = RankSetup(Handle("trainer", self), config, config.trainer, str(config.model.path))
         self.rank = Rank(setup, 0, torch.device("cpu"))
         self.wrote = type("Method", (), {"remote": self._wrote})
 
@@ -111,7 +111,7 @@ class ScriptedExplorer:
     """An explorer whose answers are drawn by task and seed and rewarded by the present weights."""
 
     def __init__(self, buffer: Handle[Buffer], trainer: Handle[Trainer], pipe: Connection, poison: int | None) -> None:
-        self._buffer, self._ranks, self._pipe, self._poisoned = buffer, Ranks(trainer), pipe, poison
+        self._buffer, self._trainer, self._pipe, self._poisoned = buffer, trainer, pipe, poison
         self._writer = BufferWriter(buffer)
         self._name, self._calls = f"explorer-{os.getpid()}", 0  # of this life: the one before was given up
 
@@ -135,7 +135,7 @@ class ScriptedExplorer:
         if chance.random() < 0.2:
             return await self._buffer.call(Buffer.drop, ticket, {"zero_variance": 2}, GroupReport(rows=2))
         rows = [chance.integers(1, VOCABULARY, size=chance.integers(4, 12)) for _ in range(2)]
-        scores = (await self._ranks.call(RankApi.score, [row.tolist() for row in rows]))[0]
+        scores = (await ask_ranks(self._trainer, RankApi.score, [row.tolist() for row in rows]))[0]
         means = [float(np.mean(each)) for each in scores]
         group = []
         for number, (row, score) in enumerate(zip(rows, scores, strict=True)):

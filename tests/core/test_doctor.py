@@ -18,8 +18,9 @@ import rayrft
 from rayrft.cli.main import app
 from rayrft.config import load_config
 from rayrft.core import doctor as module
+from rayrft.core.bundles import Bundles, cluster_nodes
 from rayrft.core.doctor import Gpu, Machine, check_gpus, doctor, judge, look
-from rayrft.core.placement import Bundles, cluster_nodes, named_actors
+from rayrft.core.placement import named_actors
 from rayrft.errors import ClusterError
 from rayrft.runtime import ray_api
 from tests.config.given import base

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import ray
@@ -13,10 +14,11 @@ import ray
 from rayrft.config.stage import EvaluationConfig
 from rayrft.core.checkpoints import Checkpoints, Progress, Saver
 from rayrft.core.evaluations import Evaluations
+from rayrft.core.train_loop import TrainLoop
 from rayrft.errors import WeightSyncError
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt, Evaluation, measure
-from rayrft.monitor import sinks
+from rayrft.monitor.ray_metrics import RayMetrics
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import EvaluationRecord, NoteRecord
 from rayrft.runtime.handle import Handle
@@ -73,10 +75,11 @@ class Subject:
         nobody = remote(None)
         group: Any = self if engines else None
         self.saver = Saver(config, nobody, nobody, self.progress)
-        sync: Any = self.sync
         self.stage = config.stages[0]
-        shared = (self.recorder, self.progress, self.saver, sync, self._publish, restarts())
-        self.subject = Evaluations(config, [remote(self.explorer)], group, *shared)
+        self.loop = create_autospec(TrainLoop, config=config, explorers=[remote(self.explorer)], evaluation=group)
+        self.loop.recorder, self.loop.progress, self.loop.restarts = self.recorder, self.progress, restarts()
+        self.loop.weight_sync, self.loop.publish = self.sync, self._publish
+        self.subject = Evaluations(self.loop, self.saver)
 
     async def at(self, step: int, other: EvaluationConfig | None = None) -> None:
         """What the train loop does at a step of the stage."""
@@ -103,7 +106,7 @@ Make = Callable[[int], Subject]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
+    monkeypatch.setattr(RayMetrics, "write", lambda *_: None)
     return lambda engines: Subject(tmp_path, engines)
 
 
@@ -189,7 +192,7 @@ async def test_an_evaluation_without_engines_that_are_alive_is_lost_and_the_othe
 
 async def test_the_evaluation_of_a_repeated_step_is_not_made_again(make: Make) -> None:
     made = make(0)
-    made.subject.recorded = {("evaluation", made.stage.name, 2)}
+    made.recorder.repeated = {("evaluation", made.stage.name, 2)}
     await asyncio.wait_for(made.at(2), 20)
     assert not made.explorer.asked
     made.explorer.answers.put_nowait(answer(4))
@@ -213,5 +216,5 @@ async def test_a_resumed_run_keeps_what_was_told_late_of_steps_before_its_checkp
     for step in (0, 2, 4, 6):
         made.explorer.answers.put_nowait(answer(step))
         await made.at(step)
-    resumed = Recorder(made.subject.config, kept=1, step=4)
+    resumed = Recorder(made.loop.config, kept=1, step=4)
     assert [record.step for record in resumed.file.read()] == [0, 2, 4]

@@ -15,7 +15,7 @@ from rayrft.core.master import Master
 from rayrft.core.preflight import PreparedRun
 from rayrft.core.steering import Steering
 from rayrft.errors import ConfigError, GuardTripped
-from rayrft.monitor import sinks
+from rayrft.monitor.ray_metrics import RayMetrics
 from rayrft.monitor.records import NoteRecord, StepRecord, flat, read_records
 from tests.chaos.kills import Outcome, describe, make_prepared, simulate
 from tests.chaos.scripted_run import Cluster
@@ -69,7 +69,7 @@ def test_bounds_are_within_and_what_is_no_number_is_not(value: float, bound: str
 async def test_a_guard_acts_once_until_a_step_is_within_bounds_and_passes_over_steps_without_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
+    monkeypatch.setattr(RayMetrics, "write", lambda *_: None)
     loop = Subject(tmp_path).loop
     steering = Steering(load_config(loop.config, {"guards": COLLAPSE}), loop.progress, lambda _: None)
     for step, reward in enumerate([0.0, 0.0, 0.0, 0.0, 0.9, 0.0, None, 0.0, 0.0]):

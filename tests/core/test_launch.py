@@ -13,8 +13,8 @@ import pytest
 
 from rayrft.config import RunConfig, load_config
 from rayrft.core import launch, shared_files
+from rayrft.core.bundles import Bundles, check_room
 from rayrft.core.checkpoints import Checkpoints, Progress
-from rayrft.core.placement import Bundles, check_room
 from rayrft.core.run_folder import open_folder
 from rayrft.errors import ClusterError, ConfigError, PlacementError, RayrftError, RunFinished, RunNotFound, StorageError
 from rayrft.experience import Task
@@ -37,7 +37,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 
 def end(config: RunConfig, status: str, steps: int) -> None:
-    write_summary(config.folder, summarise(config.name, status, None, Totals(), None, 0.0, step=steps))
+    write_summary(config.folder, replace(summarise(config.name, status, None, Totals(), None, 0.0), steps=steps))
 
 
 def test_a_run_without_its_summary_is_resumed(ended: RunConfig) -> None:

@@ -25,7 +25,7 @@ from rayrft.core.parts.trainer import TrainerPart
 from rayrft.core.preflight import PreparedRun
 from rayrft.errors import ActorDied, ConfigError, DataError, RayrftError, StorageError
 from rayrft.experience import Task
-from rayrft.monitor import sinks
+from rayrft.monitor.ray_metrics import RayMetrics
 from rayrft.monitor.records import NoteRecord, RecordFile, read_records
 from rayrft.monitor.summary import Summary, read_summary
 from rayrft.runtime.handle import Handle, Watched
@@ -85,7 +85,7 @@ def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     monkeypatch.setattr(module, "Placement", mock.Mock())  # its groups are there at once
     monkeypatch.setattr(module, "locate_files", lambda config, _: f"files: {config.folder}")
     monkeypatch.setattr(Handle, "kill", lambda self: None)
-    monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
+    monkeypatch.setattr(RayMetrics, "write", lambda *_: None)
     return Master(config, Progress("id")), trainer
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from rayrft.config import RunConfig, load_config
+from rayrft.core.bundles import Bundles
 from rayrft.core.parts.base import Part, RunParts
 from rayrft.core.parts.table import KINDS, plan_placement
-from rayrft.core.placement import Bundles
 from rayrft.runtime.handle import Handle, TrackedHandle, Watched
 from rayrft.runtime.waits import Waits
 from tests.config.given import GRPO, base

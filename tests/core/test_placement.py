@@ -11,8 +11,9 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayrft.config import load_config
+from rayrft.core.bundles import Bundles, ClusterNode, check_placement
 from rayrft.core.parts.table import plan_placement
-from rayrft.core.placement import Bundles, ClusterNode, Placement, check_placement, show_plan
+from rayrft.core.placement import Placement, show_plan
 from rayrft.errors import ConfigError, PlacementError
 from tests.config.given import base
 from tests.conftest import ROOT
@@ -178,7 +179,8 @@ class Device:
 LATE = """
 import ray
 from ray.cluster_utils import Cluster
-from rayrft.core.placement import NAMESPACE, Bundles, Placement
+from rayrft.core.bundles import Bundles
+from rayrft.core.placement import NAMESPACE, Placement
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False)

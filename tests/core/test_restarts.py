@@ -92,7 +92,7 @@ class MortalPart(Part[Mortal]):
         self.handle = TrackedHandle(remote(self.living, "engine-0"), Waits("master"))
 
     @property
-    def supervised(self) -> list[Handle[Any]]:
+    def actors(self) -> list[Handle[Any]]:
         return [self.handle]
 
     async def lost(self, actor: Handle[Mortal]) -> None:

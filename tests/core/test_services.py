@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 from rayrft.cli.main import app
 from rayrft.config import PipelineConfig, RunConfig, load_config
 from rayrft.config.serve import RewardServiceConfig
-from rayrft.core import services
-from rayrft.core.parts import engines
-from rayrft.core.placement import Bundles, check_room
+from rayrft.core import engine_groups, services
+from rayrft.core.bundles import Bundles, check_room
 from rayrft.core.services import task_engines
 from rayrft.errors import ActorDied, ClusterError, ConfigError, OperatorFailed, PlacementError
 from rayrft.experience import Task
@@ -40,7 +39,7 @@ OPTIONS = {"model": "m", "least_words": 1, "max_pass_rate": 1.0, "tries": 2, "hi
 
 @pytest.fixture(autouse=True)
 def scripted(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "RolloutEngine", ScriptedEngine)
+    monkeypatch.setattr(engine_groups, "RolloutEngine", ScriptedEngine)
 
 
 def given(folder: Path, tiny_model: Path, **more: Any) -> list[str]:
@@ -82,14 +81,14 @@ def test_answers_outlive_an_engine_that_dies(tiny_model: Path, tmp_path: Path, m
                 os._exit(1)
             return await super().generate(request, stream)
 
-    monkeypatch.setattr(engines, "RolloutEngine", Dying)
+    monkeypatch.setattr(engine_groups, "RolloutEngine", Dying)
     arguments = given(tmp_path, tiny_model, batch_rows=1)
     with pytest.raises(OperatorFailed, check=about("operators.0.hinted_solutions", "auxiliary-m-0")):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert not (tmp_path / "out.jsonl").exists()
     kept = read(tmp_path / "out.jsonl.answers.jsonl")
     assert len(kept) == 2
-    monkeypatch.setattr(engines, "RolloutEngine", ScriptedEngine)
+    monkeypatch.setattr(engine_groups, "RolloutEngine", ScriptedEngine)
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0 and len(read(tmp_path / "out.jsonl")) == 3
 

@@ -18,7 +18,7 @@ import pytest
 from rayrft.buffer.log.storage import Storage
 from rayrft.config import load_config
 from rayrft.core import shared_files
-from rayrft.core.placement import ClusterNode
+from rayrft.core.bundles import ClusterNode
 from rayrft.core.shared_files import check_shared, check_storage, find_missing, locate_files, named_files
 from rayrft.errors import ConfigError, NoLocks
 from rayrft.json_lines import open_lines

@@ -33,7 +33,7 @@ from rayrft.core.steering import ConfigChange, Steering, config_at, histories, l
 from rayrft.core.supervision import Stopped
 from rayrft.core.train_loop import TrainLoop
 from rayrft.errors import ConfigError, RunFinished, StorageError
-from rayrft.monitor import sinks
+from rayrft.monitor.ray_metrics import RayMetrics
 from rayrft.monitor.records import EvaluationRecord, NoteRecord, StepRecord, read_records
 from tests.core.given import run_folder
 from tests.core.looping import Subject
@@ -217,7 +217,7 @@ def test_a_running_run_is_steered_from_here_and_from_another_process(ray_cluster
 @pytest.fixture
 def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainLoop:
     """A train loop on scripted actors, before its first step."""
-    monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
+    monkeypatch.setattr(RayMetrics, "write", lambda *_: None)
     return Subject(tmp_path).loop
 
 

@@ -12,7 +12,7 @@ import pytest
 from rayrft.core.supervision import Stopped
 from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import RayrftError, Stalled, StorageError, WeightSyncError
-from rayrft.monitor import sinks
+from rayrft.monitor.ray_metrics import RayMetrics
 from rayrft.monitor.records import NoteRecord
 from tests.core.looping import Subject
 from tests.errors import about
@@ -21,7 +21,7 @@ from tests.monitor.made import lease, result
 
 @pytest.fixture
 def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
-    monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
+    monkeypatch.setattr(RayMetrics, "write", lambda *_: None)
     return Subject(tmp_path)
 
 

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 import rayrft
-from rayrft.core.parts import engines
+from rayrft.core import engine_groups
 from rayrft.explorer.engines.exchange import Completion
 from rayrft.runtime.serving import Address
 from rayrft.runtime.serving.applications import applications, start_serve
@@ -28,7 +28,7 @@ SIZES = {"words": 10, "few": 4}
 @pytest.fixture
 def config(tmp_path: Path, tiny_model: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Two models, on task sets of ten and of four, scored on Ray Serve by a judge on engines of its own."""
-    monkeypatch.setattr(engines, "RolloutEngine", ScriptedEngine)
+    monkeypatch.setattr(engine_groups, "RolloutEngine", ScriptedEngine)
     start_serve(Address("127.0.0.1", port))  # it has one address in a cluster, and other tests need this one
     return {
         "name": "b",
@@ -93,7 +93,7 @@ def test_a_bench_that_was_killed_goes_on_where_it_stopped_and_scores_nothing_twi
     lines = files["two"].read_bytes().splitlines(keepends=True)
     files["two"].write_bytes(b"".join(lines[:4]) + lines[4][:20])
     before, said = files["one"].read_bytes(), []
-    monkeypatch.setattr(engines, "RolloutEngine", dies_once(tmp_path / "died"))
+    monkeypatch.setattr(engine_groups, "RolloutEngine", dies_once(tmp_path / "died"))
     again = rayrft.bench(config, say=said.append)
     attempted = [line for line in said if "to attempt" in line]
     assert attempted == [f"two on words: {left} of 10 tasks to attempt" for left in (9, 6)]

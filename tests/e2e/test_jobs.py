@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def test_a_finished_quickstart_that_is_resumed_ends_with_status_0(tmp_path: Path
     progress = Progress("id", step=warmup.steps + mix.steps, stage=1, stage_step=mix.steps)
     progress.end(mix.name, asked=mix.steps)
     write(Checkpoints(config.folder, config.checkpoint), progress)
-    ended = summarise(config.name, "finished", None, Totals(), None, 0.0, step=progress.step)
+    ended = replace(summarise(config.name, "finished", None, Totals(), None, 0.0), steps=progress.step)
     write_summary(config.folder, ended)
     for existing, status in {"resume": 0, "refuse": 1}.items():
         script = [str(ROOT / "jobs" / "quickstart.py"), f"storage={tmp_path}", f"on_existing={existing}"]

@@ -23,7 +23,7 @@ from torch import nn
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.explorer import EngineConfig, RepetitionConfig
 from rayrft.config.model import TinyModelConfig
-from rayrft.config.trainer import LoraConfig
+from rayrft.config.trainer import LoraConfig, TrainerConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError, RequestRefused
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel
@@ -442,7 +442,8 @@ def moved(policy: Policy, seed: int) -> Policy:
 
 
 def scored(policy: Policy) -> list[list[float]]:
-    return Learner(policy, micro_batch_tokens=64, temperature=1.0, device=torch.device("cpu")).score(ROWS)
+    config = TrainerConfig(micro_batch_tokens=64)
+    return Learner(policy, config, temperature=1.0, device=torch.device("cpu")).score(ROWS)
 
 
 def adapted(engine: EngineUnderTest, policy: Policy, version: int) -> int:

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 
-from rayrft.monitor import sinks
+from rayrft.monitor import ray_metrics
+from rayrft.monitor.ray_metrics import RayMetrics, measurements
 from rayrft.monitor.records import NoteRecord, RestartRecord
-from rayrft.monitor.sinks import RayMetrics, measurements
 from tests.core.given import run_folder
 from tests.monitor.made import documented, every_record, step
 
@@ -69,7 +69,7 @@ class Exported:
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exported]:
     found = Exported()
-    monkeypatch.setattr(sinks, "_EXPORT_S", 0.001)
+    monkeypatch.setattr(ray_metrics, "_EXPORT_S", 0.001)
     with (
         mock.patch("ray.util.metrics.Gauge", found.kind("gauge")),
         mock.patch("ray.util.metrics.Counter", found.kind("counter")),

@@ -14,15 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rayrft.weights import Endpoint, Layout, Parcel, WeightTransport, register_transport
+from rayrft.weights import Endpoint, Parcel, WeightTransport, register_transport
 
 
 @register_transport("shared_file")
 class SharedFile(WeightTransport):
-    @classmethod
-    def check(cls, layout: Layout) -> None:
-        """Files reach every device."""
-
     def connect(self, end: Endpoint) -> None:
         self._end, self._numbers = end, itertools.count()
 
@@ -45,6 +41,3 @@ class SharedFile(WeightTransport):
             buffer = torch.from_file(path, shared=True, size=size, dtype=torch.uint8).to(self._end.device, copy=True)
             self._end.store.set(f"copied/{number}/{self._end.index}", "")
             yield buffer
-
-    def close(self) -> None:
-        """Every file is gone once it was copied."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rayrft.algorithms import build
 from rayrft.config.stage import UpdateConfig
-from rayrft.config.trainer import LoraConfig, OptimizerConfig
+from rayrft.config.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from rayrft.trainer.annotation import with_logprobs
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.dcp import Checkpointer
@@ -108,8 +108,9 @@ def make_learner(
             model.to(device)
     if critic is not None:
         critic.optimizer = Optimizer(critic.parameters(), OptimizerConfig(lr=1e-2), 10)
-    learner = Learner(policy, micro_batch_tokens=tokens, temperature=temperature, device=device)
-    learner.skips = skips
+    chosen = {"micro_batch_tokens": tokens, "not_finite": "skip" if skips else "end"}
+    config = TrainerConfig().model_copy(update=chosen)  # some tests have fewer tokens than a config may have
+    learner = Learner(policy, config, temperature=temperature, device=device)
     learner.open_stage(algorithm, optimizer, 10, update, critic, teacher, scorer)
     return learner
 

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from rayrft.algorithms import build
 from rayrft.config.model import TinyModelConfig
 from rayrft.config.stage import UpdateConfig
-from rayrft.config.trainer import OptimizerConfig
+from rayrft.config.trainer import OptimizerConfig, TrainerConfig
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.loading import load_policy
@@ -52,7 +52,8 @@ class Pupil:
 
     def learner(self, name: str, steps: int, lr: float, schedule: str = "constant", **settings: Any) -> Learner:
         update = UpdateConfig(**settings.pop("update", {}))
-        learner = Learner(self.policy, micro_batch_tokens=2048, temperature=1.0, device=CPU, seed=self.seed)
+        config = TrainerConfig(micro_batch_tokens=2048)
+        learner = Learner(self.policy, config, temperature=1.0, device=CPU, seed=self.seed)
         algorithm, critic, scorer = build(name, settings.pop("pieces", {})), None, settings.pop("scorer", None)
         if "critic" in algorithm.needs:
             critic = Critic(settings.pop("critic"))

@@ -90,14 +90,14 @@ def attempt(leases: list[Lease], *operators: Any, **rest: Any) -> tuple[list[Pro
 
     async def all_of_them() -> OperatorFailed | None:
         pipeline = BatchPipeline(config.pipelines, batch_chain(config, None))
-        await pipeline.open()
+        await pipeline.operators.open()
         try:
             for each in leases:
                 made.append(await pipeline.process(each))
         except OperatorFailed as error:
             return error
         finally:
-            await pipeline.close()
+            await pipeline.operators.close()
         return None
 
     return made, asyncio.run(all_of_them())

@@ -133,7 +133,7 @@ def _load_and_draw(folder: Path) -> Any:
 
 def _load_quantised(folder: Path) -> str:
     learner = drawing()
-    learner.moments = "8bit"
+    learner.config = learner.config.model_copy(update={"moments": "8bit"})
     with pytest.raises(ModelError) as raised:
         Checkpointer().load(learner, folder)
     return str(raised.value)

@@ -95,7 +95,7 @@ def _on_rank(kind: str, accumulate: Any, replicas: int) -> Measured:
     rows, rank, ranks = KINDS[kind][1], dist.get_rank(), dist.get_world_size()
     dealt = {1: [rows], 2: [rows[:2], rows[2:]], 4: [rows[:2], [], rows[2:4], rows[4:]]}
     learner = learner_of(kind, 60, sharded=True, replicas=replicas)
-    learner.accumulate = accumulate
+    learner.config = learner.config.model_copy(update={"accumulate": accumulate})
     with counted_reductions() as reductions:
         found = measure(learner, dealt[ranks][rank])
     batches = len(learner.make_micro_batches([dealt[ranks][rank]])[0])

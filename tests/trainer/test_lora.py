@@ -46,7 +46,7 @@ def all_of(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def logprobs(policy: Policy) -> list[list[float]]:
-    return Learner(policy, micro_batch_tokens=60, temperature=1.0, device=CPU).score(ROWS)
+    return Learner(policy, TrainerConfig(micro_batch_tokens=60), temperature=1.0, device=CPU).score(ROWS)
 
 
 def assert_alike(found: list[list[float]], expected: list[list[float]], within: float) -> None:

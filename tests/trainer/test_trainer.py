@@ -21,7 +21,7 @@ from rayrft.errors import ActorDied
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.trainer.api import Mailbox, RankApi
 from rayrft.trainer.rank import Rank
-from rayrft.trainer.trainer import Ranks, Trainer
+from rayrft.trainer.trainer import Trainer, ask_ranks
 from tests.bench import hosts
 from tests.chaos import scripted_run
 from tests.chaos.simulated import VirtualLoop
@@ -127,7 +127,7 @@ def test_what_stands_for_an_actor_takes_what_it_takes(stand_in: type, actor: typ
 
 async def test_ranks_that_have_not_answered_are_named(tmp_path: Path) -> None:
     trainer = Trainer(TrainerConfig(ranks=3), None)
-    training = asyncio.ensure_future(Ranks(remote(trainer)).call(RankApi.score, []))
+    training = asyncio.ensure_future(ask_ranks(remote(trainer), RankApi.score, []))
     writing = asyncio.ensure_future(trainer.written(tmp_path))
     await trainer.next_call(0, 0)
     idle = [asyncio.ensure_future(trainer.next_call(1, 1, "done"))]
@@ -152,7 +152,7 @@ async def test_ranks_that_have_not_answered_are_named(tmp_path: Path) -> None:
 async def test_a_rank_gets_its_own_share_of_a_lease() -> None:
     lease = replace(made.lease(0), shares=tuple(BatchShare((), tokens, ()) for tokens in (5, 7)))
     trainer = Trainer(TrainerConfig(ranks=2), None)
-    training = asyncio.ensure_future(Ranks(remote(trainer)).call(RankApi.train, lease))
+    training = asyncio.ensure_future(ask_ranks(remote(trainer), RankApi.train, lease))
     answering = list[asyncio.Future[Any]]()
     for rank, tokens in enumerate(([5, 0], [0, 7])):
         call = await trainer.next_call(rank, 0)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayrft.algorithms import Algorithm, build, corrections, presets
+from rayrft.config import load_config
 from rayrft.config.stage import StageConfig, UpdateConfig
 from rayrft.config.trainer import OptimizerConfig, TrainerConfig
 from rayrft.errors import RayrftError
@@ -28,6 +29,7 @@ from rayrft.trainer.learner import Learner
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.rank import Rank
 from rayrft.trainer.result import StepMetrics, group_value_errors
+from tests.config.given import base
 from tests.errors import about
 from tests.scripted import handle
 from tests.trainer.learners import CPU, adapt, make_learner, make_model, make_rows, on_policy, own_rows, pairs, weights
@@ -356,7 +358,13 @@ def test_two_steps_of_every_preset_move_the_policy_and_stay_finite(name: str) ->
 def rank(tiny_model: Path) -> Iterator[Callable[[str], Rank]]:
     """A rank by itself, in this process, for a precision of the compute."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield lambda dtype: Rank(RankSetup(handle(None), TrainerConfig(ranks=1), str(tiny_model), dtype, 1.0, []), 0, CPU)
+    one = TrainerConfig(ranks=1)
+
+    def make(dtype: str) -> Rank:
+        run = load_config({**base(), "model": {"path": str(tiny_model), "dtype": dtype}})
+        return Rank(RankSetup(handle(None), run, one, str(tiny_model)), 0, CPU)
+
+    yield make
     dist.destroy_process_group()
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from rayrft.config import load_config
 from rayrft.errors import ConfigError, NoRoom, StorageError, WeightSyncError
 from rayrft.weights import files
-from rayrft.weights.files import Manifest, VersionFolder, Versions, VersionWriter
-from rayrft.weights.messages import Parcel
+from rayrft.weights.files import MANIFESTS, Manifest, VersionFolder, Versions, VersionWriter
+from rayrft.weights.messages import PARCELS, Parcel
 from tests.config.given import base
 from tests.errors import about
 from tests.weights.ends import Ends, buckets, parcel, weights
@@ -58,7 +58,9 @@ def ends(tmp_path: Path) -> Iterator[Callable[..., Files]]:
 
 def manifests(folder: Path) -> dict[int, Manifest]:
     """The complete versions of a folder, by serial number."""
-    return {int(path.parent.name): Manifest.from_json(path.read_bytes()) for path in folder.glob("*/manifest.json")}
+    return {
+        int(path.parent.name): MANIFESTS.validate_json(path.read_bytes()) for path in folder.glob("*/manifest.json")
+    }
 
 
 def nbytes(folder: Path, serial: int) -> int:
@@ -372,4 +374,4 @@ def test_what_cannot_be_is_refused_by_its_key(given_values: dict[str, Any], fiel
 
 def test_a_parcel_has_its_version() -> None:
     sent = Parcel(parcel(weights(0)).metas, 77, version=12)
-    assert Parcel.from_json(sent.to_json()) == sent
+    assert PARCELS.validate_json(PARCELS.dump_json(sent)) == sent

@@ -28,7 +28,7 @@ from rayrft.weights import Endpoint, ipc, transports
 from rayrft.weights.broadcast import Gloo, Nccl
 from rayrft.weights.buckets import allocate, plan_buckets
 from rayrft.weights.channel import open_store
-from rayrft.weights.messages import Adapter, Link, Parcel
+from rayrft.weights.messages import PARCELS, Adapter, Link, Parcel
 from rayrft.weights.transport import SignedStore
 from tests.config.given import base
 from tests.conftest import ROOT
@@ -262,8 +262,8 @@ def test_a_handle_to_gpu_memory_travels_as_json(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_announced_is_what_arrives() -> None:
     sent = Parcel(parcel(weights(0)).metas, 77, Adapter("a/folder", 1.5))
-    assert Parcel.from_json(sent.to_json()) == sent
-    assert Parcel.from_json(parcel(weights(0)).to_json()).adapter is None
+    assert PARCELS.validate_json(PARCELS.dump_json(sent)) == sent
+    assert PARCELS.validate_json(PARCELS.dump_json(parcel(weights(0)))).adapter is None
 
 
 def config(backend: str, engine_gpus: float, rank_gpus: float, engines: int = 2, **overrides: Any) -> RunConfig:

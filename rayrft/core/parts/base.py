@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig
-from rayrft.core.placement import Bundles, Placement
+from rayrft.core.bundles import Bundles
+from rayrft.core.placement import Placement
 from rayrft.core.preflight import PreparedRun
 from rayrft.errors import RayrftError
 from rayrft.runtime.handle import Handle, TrackedHandle, Watched
@@ -83,11 +84,6 @@ class Part(Generic[A]):
         return self.create() if self.exists else []
 
     @property
-    def supervised(self) -> list[Handle[Any]]:
-        """The actors that are watched."""
-        return self.actors
-
-    @property
     def heartbeat(self) -> Any:
         """The method that an actor answers at once, with its `WaitReport` if it keeps one."""
         return Watched.waiting
@@ -147,7 +143,7 @@ class RunParts:
 
     def supervised(self) -> dict[str, tuple[Part[Any], Handle[Any]]]:
         """Return each supervised actor with its part, by the actor's name."""
-        return {actor.name: (part, actor) for part in self for actor in part.supervised}
+        return {actor.name: (part, actor) for part in self for actor in part.actors}
 
     def heartbeats(self) -> dict[str, Callable[[], Awaitable[Any]]]:
         """Return the heartbeat of each supervised actor, which does not count as a wait of the Master."""

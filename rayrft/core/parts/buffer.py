@@ -6,14 +6,42 @@ import asyncio
 from typing import Any
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.config import RunConfig
+from rayrft.buffer.schedule import StagePlan
+from rayrft.config import RunConfig, StageConfig
+from rayrft.core.bundles import Bundles
+from rayrft.core.checkpoints import Progress
 from rayrft.core.parts.base import Part
-from rayrft.core.placement import Bundles
 from rayrft.experience import pack, to_batch
 from rayrft.runtime.handle import Handle, Watched
 from rayrft.runtime.ray_api import ray
 
 BUFFER = Bundles("buffer", 1, 0.1, 0, 0.25, "experiences")
+
+
+def plan_stage(config: RunConfig, stage: StageConfig, progress: Progress, attention: float) -> StagePlan:
+    """Plan the present stage for the Buffer; for ``attention`` see `StagePlan`."""
+    algorithm, partly = stage.algorithm.build(), config.explorer.partial
+    return StagePlan(
+        stage.groups,
+        stage.group_size,
+        stage.expert_rows,
+        stage.demonstrations if stage.expert_rows else None,
+        config.max_staleness,
+        config.explorer.over_sampling,
+        progress.stage_began,
+        stage.steps,
+        scheduled=config.mode in ("both", "serve"),
+        max_age=config.buffer.max_age,
+        name=stage.name,
+        pairs="pairs" in algorithm.needs,
+        labelled="labels" in algorithm.needs,
+        grows=config.grows(stage),
+        mini_batches=stage.update.mini_batches,
+        parks=partly.old_tokens if partly else None,
+        hold_steps=config.feedback.hold_steps,
+        sampler=config.buffer.sampler,
+        attention=attention,
+    )
 
 
 class BufferPart(Part[Buffer]):

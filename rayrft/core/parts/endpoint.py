@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 
 from rayrft.config import RunConfig
+from rayrft.core.bundles import Bundles
 from rayrft.core.parts.base import Part
 from rayrft.core.parts.buffer import BufferPart
-from rayrft.core.placement import NAMESPACE, Bundles, actor_name
+from rayrft.core.placement import NAMESPACE, actor_name
 from rayrft.endpoint.keeper import SessionKeeper
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.runtime import ray_api

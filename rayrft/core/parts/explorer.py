@@ -7,11 +7,11 @@ from functools import cached_property, partial
 from typing import Any
 
 from rayrft.config import RunConfig
+from rayrft.core.bundles import Bundles
 from rayrft.core.parts.base import Part, has_explorers
 from rayrft.core.parts.buffer import BufferPart
 from rayrft.core.parts.engines import AuxiliaryEngines, EvaluationEngines, PolicyEngines
 from rayrft.core.parts.rewards import RewardsPart, remote_scoring
-from rayrft.core.placement import Bundles
 from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.explorer.explorer import Explorer
 from rayrft.pipelines.experiences import experience_chain

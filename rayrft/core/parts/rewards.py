@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from rayrft.config import RunConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.config.serve import ServeConfig
+from rayrft.core.bundles import Bundles
 from rayrft.core.parts.base import Part, has_explorers
 from rayrft.core.parts.engines import AuxiliaryEngines
-from rayrft.core.placement import NAMESPACE, Bundles, Placement, actor_name
+from rayrft.core.placement import NAMESPACE, Placement, actor_name
 from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.rewards import where

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rayrft.config import RunConfig
+from rayrft.core.bundles import Bundles
 from rayrft.core.parts.base import Part
 from rayrft.core.parts.buffer import BufferPart
 from rayrft.core.parts.endpoint import KeeperPart
@@ -13,7 +14,6 @@ from rayrft.core.parts.engines import AuxiliaryEngines, EnginePools, EvaluationE
 from rayrft.core.parts.explorer import ExplorerPart, OperatorsPart
 from rayrft.core.parts.rewards import RewardsPart
 from rayrft.core.parts.trainer import TrainerPart
-from rayrft.core.placement import Bundles
 from rayrft.errors import ConfigError, nearest
 
 

@@ -7,8 +7,8 @@ from functools import partial
 
 from rayrft.config import RunConfig
 from rayrft.config.trainer import TrainerConfig
+from rayrft.core.bundles import Bundles
 from rayrft.core.parts.base import Part, RunParts
-from rayrft.core.placement import Bundles
 from rayrft.errors import NotFinite, OutOfMemory, RayrftError
 from rayrft.runtime.handle import Handle
 from rayrft.trainer.api import RankSetup
@@ -73,23 +73,11 @@ class TrainerPart(Part[Trainer]):
         return placed.create(self.settings, run.placement.ranks, batches)
 
     async def start(self) -> str | None:
-        config, model, warning = self.config, self.config.model, None
+        warning = None
         for trainer in self.actors:
-            setup = RankSetup(
-                trainer,
-                self.settings,
-                self.run.prepared.model,
-                model.dtype,
-                config.explorer.sampling.temperature,
-                config.plugins,
-                config.seed,
-                model.template,
-                config.monitor.stall_s / 2,
-                config.colocated,
-                config.trace_folder,
-            )
+            setup = RankSetup(trainer, self.config, self.settings, self.run.prepared.model)
             async with self.loading:
-                warning = await trainer.call(Trainer.start, config.folder, setup)
+                warning = await trainer.call(Trainer.start, self.config.folder, setup)
         self.up.set()
         return warning and f"trainer: {warning}"
 
