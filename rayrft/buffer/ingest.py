@@ -63,7 +63,13 @@ class Arrivals:
     def __init__(self, store: Store, retention: Retention, limits: Limits) -> None:
         self._store = store
         self._retention = retention
-        self.limits = limits
+        self._limits = limits
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of the run's model, or of the model of the jobs that meet here."""
+        model = self._store.state.meta.model
+        return self._limits if model is None else Limits(model.vocabulary, model.max_length)
 
     async def put(self, entries: list[GroupEntry], payload: list[Any]) -> list[Receipt]:
         """Store the groups of a call that are new; see `Buffer.put`."""
