@@ -141,13 +141,11 @@ class _Stream:
         self._on_tokens(chunk)
 
     def so_far(self) -> Completion:
-        tokens, logprobs, versions, alternatives = (
-            tuple(itertools.chain.from_iterable(map(attrgetter(name), self._chunks)))
-            for name in ("token_ids", "logprobs", "versions", "alternatives")
-        )
-        edges = [at for at in range(len(tokens) + 1) if versions[at - 1 : at] != versions[at : at + 1]]
+        whole = Chunk.joined(self._chunks)
+        versions = whole.versions
+        edges = [at for at in range(len(versions) + 1) if versions[at - 1 : at] != versions[at : at + 1]]
         spans = tuple((first, end, versions[first]) for first, end in itertools.pairwise(edges))
-        return Completion(tokens, logprobs, spans, INTERRUPTED, alternatives)
+        return Completion(whole.token_ids, whole.logprobs, spans, INTERRUPTED, whole.alternatives)
 
 
 def _why_ended(answer: Completion, sampling: Sampling) -> str | None:
