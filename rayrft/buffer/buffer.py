@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.buffer import events as e
+from rayrft.buffer.expert_cursor import DemonstrationKind
 from rayrft.buffer.expert_rows import ExpertBlocks, check_kind, demonstration_kind, in_units
 from rayrft.buffer.feedback import give_feedback
 from rayrft.buffer.groups import GroupStatus, group_key
@@ -27,7 +28,6 @@ from rayrft.buffer.log.journal import Position
 from rayrft.buffer.log.row_log import RowRef
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import StagePlan, Ticket
-from rayrft.buffer.state import DemonstrationKind
 from rayrft.buffer.store import Store
 from rayrft.buffer.transitions import apply
 from rayrft.buffer.validation import Limits, find_faults

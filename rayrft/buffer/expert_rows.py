@@ -16,10 +16,11 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.buffer.events import Extent
+from rayrft.buffer.expert_cursor import DemonstrationKind
 from rayrft.buffer.log.row_log import RowRef
 from rayrft.buffer.log.segments import read_log_rows, with_schema
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.state import DemonstrationKind, State
+from rayrft.buffer.state import State
 from rayrft.buffer.validation import lengths_of
 from rayrft.errors import DataError
 from rayrft.runtime.handle import put_object

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from rayrft.buffer import events as e
+from rayrft.buffer.expert_cursor import ExpertCursor
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.schedule import Ticket
-from rayrft.buffer.state import ExpertCursor, ParkedTicket, State, rule
+from rayrft.buffer.state import ParkedTicket, State, rule
 
 _REJECTED = 10_000
 """Groups that were rejected and are remembered, so that a repeat of one is not counted again."""

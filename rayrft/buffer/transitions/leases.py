@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from rayrft.buffer import events as e
 from rayrft.buffer.events import Extent
+from rayrft.buffer.expert_cursor import ExpertCursor
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.schedule import PoolSchedule
-from rayrft.buffer.state import ExpertCursor, LeaseRecord, State, rule
+from rayrft.buffer.state import LeaseRecord, State, rule
 
 
 @rule(e.BatchLeased)
