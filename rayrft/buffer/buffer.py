@@ -326,10 +326,10 @@ class Buffer(Watched):
 
         Returns the number of rows; raises DataError on the first invalid one.
         """
-        batch, (pairs, labelled) = await self._demonstrations(name, payload)
+        batch, kind = await self._demonstrations(name, payload)
         async with self.store.move_lock:
             extent = await self._experts.write(name, batch)
-            await self.store.commit(e.DemonstrationsLoaded(name, extent, 2 if pairs else 1, labelled))
+            await self.store.commit(e.DemonstrationsLoaded(name, extent, *kind))
             await self.store.flush()
             await self._experts.sweep()
         return batch.num_rows
@@ -341,20 +341,19 @@ class Buffer(Watched):
         Returns how many are new by their experience ids: others are skipped, with the other side of their pair. Raises
         DataError on the first invalid row, or if the existing ones are of another kind.
         """
-        batch, (pairs, labelled) = await self._demonstrations(name, payload)
+        batch, kind = await self._demonstrations(name, payload)
         async with self.store.move_lock:
             known = self.state.contents.experts.get(name)
             if known is not None:
-                check_kind(name, (pairs, labelled), known.kind)
+                check_kind(name, kind, known.kind)
             there = [] if known is None else await self._experts.names(name, known.extent)
-            unit = 2 if pairs else 1
-            batch = batch.take(np.flatnonzero(~in_units(batch.column("experience_id").to_pylist(), unit, there)))
+            batch = batch.take(np.flatnonzero(~in_units(batch.column("experience_id").to_pylist(), kind[0], there)))
             if batch.num_rows:
                 if known is None:
                     extent = await self._experts.write(name, batch)
                 else:
                     extent = await self._experts.append(name, known.extent, batch)
-                await self.store.commit(e.DemonstrationsExtended(name, extent, unit, labelled))
+                await self.store.commit(e.DemonstrationsExtended(name, extent, *kind))
         return batch.num_rows
 
     async def withdraw(self, name: str, experience_ids: list[str]) -> int:

@@ -10,8 +10,9 @@ import numpy as np
 from rayrft.buffer.events import Extent
 from rayrft.config.seeds import generator
 
-DemonstrationKind = tuple[bool, bool]
-"""Whether demonstrations are preference pairs, and whether they are single answers labelled good or bad."""
+DemonstrationKind = tuple[int, bool]
+"""How many consecutive rows are drawn together, 2 for preference pairs, and whether they are answers labelled good or
+bad."""
 
 
 @dataclass
@@ -40,7 +41,7 @@ class ExpertCursor:
 
     @property
     def kind(self) -> DemonstrationKind:
-        return self.unit == 2, self.labelled
+        return self.unit, self.labelled
 
     def peek(self, count: int) -> list[int]:
         """Return the next ``count`` row indices (whole units), across epoch ends."""

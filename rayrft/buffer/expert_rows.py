@@ -125,12 +125,12 @@ def demonstration_kind(batch: pa.RecordBatch) -> DemonstrationKind:
         if names[::2] != names[1::2] or None in names or chosen != [True, False] * (len(names) // 2):
             problem = "only some rows form preference pairs: every two rows must be one pair, the chosen side first"
             raise DataError(problem, "keep pairs and other rows under different names", field="demonstrations")
-        return True, False
+        return 2, False
     labelled = [label is not None for label in chosen]
     if any(labelled) and not all(labelled):
         remedy = "keep labelled and other rows under different names"
         raise DataError("only some rows have a label, good or bad", remedy, field="demonstrations")
-    return False, any(labelled)
+    return 1, any(labelled)
 
 
 def check_kind(name: str, found: DemonstrationKind, wanted: DemonstrationKind) -> None:
@@ -143,9 +143,9 @@ def check_kind(name: str, found: DemonstrationKind, wanted: DemonstrationKind) -
 
 
 _KINDS = {
-    (False, False): ("conversations to imitate", "rows without 'chosen', 'rejected' and 'label'", "sft"),
-    (True, False): ("preference pairs", "rows with 'chosen' and 'rejected'", "a preference loss such as dpo"),
-    (False, True): ("answers labelled good or bad", "rows with 'label'", "a loss of labelled answers such as kto"),
+    (1, False): ("conversations to imitate", "rows without 'chosen', 'rejected' and 'label'", "sft"),
+    (2, False): ("preference pairs", "rows with 'chosen' and 'rejected'", "a preference loss such as dpo"),
+    (1, True): ("answers labelled good or bad", "rows with 'label'", "a loss of labelled answers such as kto"),
 }
 """What demonstrations are called, what their rows have, and what trains on them."""
 
