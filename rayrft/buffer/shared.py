@@ -11,10 +11,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayrft.buffer import events as e
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.events import GroupReport, ModelTerms
 from rayrft.buffer.ledger import Ledger
+from rayrft.buffer.transitions.admission import FeedJoined, ProducerAbandoned
+from rayrft.buffer.transitions.leases import TrainerJoined
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import ConfigError, PlacementError
@@ -87,8 +88,8 @@ class SharedBuffer(Buffer):
         await self.store.add_task_set(feed, tasks)
         state = self.state
         if attempt not in state.training.attempts:
-            gone = [e.ProducerAbandoned(producer) for producer in state.producers(feed)] if feed in state.feeds else []
-            await self.store.commit(*gone, e.FeedJoined(feed, attempt, job, model, in_flight, group_size))
+            gone = [ProducerAbandoned(producer) for producer in state.producers(feed)] if feed in state.feeds else []
+            await self.store.commit(*gone, FeedJoined(feed, attempt, job, model, in_flight, group_size))
         return self._progress(feed)
 
     async def join_trainer(self, run: str, job: str, model: ModelTerms, step: int, running: Collection[str]) -> None:
@@ -110,7 +111,7 @@ class SharedBuffer(Buffer):
             problem = f"this Buffer has no record of the job's {step} steps: {why}"
             remedy = "start a new train job from its checkpoint (rayrft export, model.path)"
             raise ConfigError(problem, remedy, field="buffer.name", value=self._name)
-        await self.store.commit(e.TrainerJoined(run, job, model))
+        await self.store.commit(TrainerJoined(run, job, model))
 
     async def check(self, folder: Path, config: BufferConfig) -> None:
         """Raise ConfigError unless a job wants this Buffer to be as it is."""

@@ -1,12 +1,11 @@
 """The Buffer's state. It changes by events alone, so that replaying the journal's events restores it exactly.
 
-It uses no clock, actor or file: decisions made elsewhere arrive as events. `rayrft.buffer.transitions` implements them.
+It uses no clock, actor or file: decisions made elsewhere arrive as events, which are in `rayrft.buffer.transitions`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -198,7 +197,7 @@ _metadata: TypeAdapter[Metadata] = TypeAdapter(Metadata)
 
 
 class State:
-    """The Buffer's state, which only `rayrft.buffer.transitions.apply` changes."""
+    """The Buffer's state, which only events change (`rayrft.buffer.transitions`)."""
 
     def __init__(self, config: SamplerConfig, seed: int, tasks: TaskSet | None) -> None:
         self._config = config
@@ -350,14 +349,3 @@ class State:
         for id, tasks in self.tasks.items():
             if id in self.feeds:
                 tasks.restore(self.feeds[id].tasks)
-
-
-Rule = Callable[[State, Any], Any]
-TRANSITIONS: dict[type, Rule] = {}
-"""Functions that apply an event to the state, by event type."""
-
-
-def rule(kind: type) -> Callable[[Rule], Rule]:
-    """Register the decorated function for events of that type."""
-
-    return lambda function: TRANSITIONS.setdefault(kind, function)
