@@ -36,7 +36,7 @@ from typing import Any
 from rayrft.errors import DataError
 from rayrft.experience import Task
 from rayrft.rewards.base import RewardResult, register_reward
-from rayrft.rewards.code_trial import Language, TestRunner, headers, kind_of
+from rayrft.rewards.code_trial import CodeLanguage, TestRunner, headers, kind_of
 from rayrft.rewards.sandbox import Sandbox, SandboxLimits
 
 _FENCE = re.compile(
@@ -62,7 +62,7 @@ class Code:
 
     def __init__(
         self,
-        language: Language = "python",
+        language: CodeLanguage = "python",
         *,
         partial: bool = False,
         isolation: str = "auto",
@@ -92,7 +92,7 @@ class Code:
         return RewardResult(share if self._partial else float(share == 1), components, reason)
 
 
-def extract(response: str, language: Language, function: str = "") -> str:
+def extract(response: str, language: CodeLanguage, function: str = "") -> str:
     """Return the last fenced block that defines the function, else the last one in this language, without a language,
     or in another; without any block, the response."""
     blocks = list[tuple[str, str]]()

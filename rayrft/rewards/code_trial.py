@@ -24,7 +24,7 @@ from rayrft.rewards import code_runner
 from rayrft.rewards.code_values import literal, same_text, same_value
 from rayrft.rewards.sandbox import Files, Process, ProgramOutcome, Sandbox, SandboxLimits, bytecode
 
-Language = Literal["python", "cpp"]
+CodeLanguage = Literal["python", "cpp"]
 
 _RUNNER = "runner.pyc"
 _CPP = ("-O2", "-std=c++17")
@@ -72,7 +72,7 @@ class TestRunner:
         task: Task,
         source: str,
         tests: Sequence[Any],
-        language: Language = "python",
+        language: CodeLanguage = "python",
         *,
         until_failure: bool = False,
     ) -> Verdict:
@@ -100,7 +100,7 @@ class TestRunner:
         return Verdict(failures)
 
     def confirmed(
-        self, task: Task, candidates: Sequence[Any], solutions: Sequence[str], language: Language = "python"
+        self, task: Task, candidates: Sequence[Any], solutions: Sequence[str], language: CodeLanguage = "python"
     ) -> list[Any]:
         """Return the candidates for tests that run and that every solution passes; without solutions, none."""
         kept = [test for test in candidates if solutions and kind_of(test)]
@@ -108,7 +108,7 @@ class TestRunner:
             kept = [test for test in kept if self._passes(task, solution, test, language)]
         return kept
 
-    def _passes(self, task: Task, solution: str, test: Any, language: Language) -> bool:
+    def _passes(self, task: Task, solution: str, test: Any, language: CodeLanguage) -> bool:
         with contextlib.suppress(DataError):
             return self(task, solution, [test], language) == Verdict([None])
         return False
@@ -132,7 +132,7 @@ class _Trial:
             raise _OutOfTime
         return min(left, at_most)
 
-    def results(self, tests: Sequence[Any], language: Language) -> Generator[str | None]:
+    def results(self, tests: Sequence[Any], language: CodeLanguage) -> Generator[str | None]:
         """Yield for each test None, or why the solution failed it."""
         if kind_of(tests[0]) == "run":
             yield from self._runs(tests, language)
@@ -143,7 +143,7 @@ class _Trial:
 
     # Programs
 
-    def _runs(self, tests: Sequence[Any], language: Language) -> Generator[str | None]:
+    def _runs(self, tests: Sequence[Any], language: CodeLanguage) -> Generator[str | None]:
         files, command = self._compiled(language)
         for test in tests:
             outcome = self._run(files, command, self.limits, test["stdin"].encode())
@@ -160,7 +160,7 @@ class _Trial:
         self._deadline += outcome.waited_s
         return outcome
 
-    def _compiled(self, language: Language) -> tuple[Files, list[str]]:
+    def _compiled(self, language: CodeLanguage) -> tuple[Files, list[str]]:
         """Compile the solution in a sandbox; return the files and the command that run it in another."""
         if language == "python":
             files: Files = {_RUNNER: bytecode(code_runner.__file__), "solution.py": self._source}
