@@ -175,8 +175,7 @@ class Buffer(Watched):
                 return given if number == call else []
             wanted = 0 if state.exhausted(feed) else min(count, self.retention.room(feed))
             event = admission.TicketsIssued(producer, call, wanted, None, feed)
-            tickets = event.apply(state)
-            await self.store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
+            await self.store.record(replace(event, tasks=[ticket.task for ticket in event.apply(state)]))
 
     async def add_tasks(self, tasks: list[Task], source: int) -> int:
         """Add tasks to a source of the task set, by index; return how many are new by their id, the others are skipped.
@@ -349,10 +348,7 @@ class Buffer(Watched):
             there = [] if known is None else await self._experts.names(name, known.extent)
             batch = batch.take(np.flatnonzero(~in_units(batch.column("experience_id").to_pylist(), kind[0], there)))
             if batch.num_rows:
-                if known is None:
-                    extent = await self._experts.write(name, batch)
-                else:
-                    extent = await self._experts.append(name, known.extent, batch)
+                extent = await self._experts.append(name, None if known is None else known.extent, batch)
                 await self.store.commit(contents.DemonstrationsExtended(name, extent, *kind))
         return batch.num_rows
 

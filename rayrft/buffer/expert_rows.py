@@ -55,8 +55,10 @@ class ExpertBlocks:
         await asyncio.to_thread(self._storage.write, expert_file(name, extent), data)
         return extent
 
-    async def append(self, name: str, extent: Extent, batch: pa.RecordBatch) -> Extent:
-        """Append demonstrations to their file; return its new extent."""
+    async def append(self, name: str, extent: Extent | None, batch: pa.RecordBatch) -> Extent:
+        """Append demonstrations to their file, or write one if there is none; return its new extent."""
+        if extent is None:
+            return await self.write(name, batch)
         file, data = expert_file(name, extent), batch.serialize()
 
         def append() -> None:
