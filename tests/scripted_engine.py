@@ -10,7 +10,7 @@ import random
 from typing import Any
 
 from rayrft.explorer.engines.engine import EngineWeights
-from rayrft.explorer.engines.exchange import Answering, Completion, Request, Sampling, Stream
+from rayrft.explorer.engines.exchange import Answering, Chunk, Completion, Request, Sampling, Stream
 from rayrft.runtime.handle import Watched, once
 from rayrft.weights.messages import Link
 
@@ -29,7 +29,7 @@ class ScriptedEngine(Answering, Watched):
         rng = random.Random(request.sampling.seed)
         answers = [self._answer(request.prompt, request.sampling, rng) for _ in range(request.n)]
         for token, logprob in zip(answers[0].token_ids, answers[0].logprobs, strict=True) if stream else ():
-            stream.add([token], [logprob], self._held.version)
+            stream.add(Chunk((token,), (logprob,), (self._held.version,)))
             await asyncio.sleep(0.01)  # as if it were decoding
         return answers
 

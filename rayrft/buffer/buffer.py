@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rayrft.buffer import events as e
+from rayrft.buffer.events import Event, GroupReport
+from rayrft.buffer.expert_cursor import DemonstrationKind
 from rayrft.buffer.expert_rows import ExpertBlocks, check_kind, demonstration_kind, in_units
 from rayrft.buffer.feedback import give_feedback
 from rayrft.buffer.groups import GroupStatus, group_key
@@ -27,9 +28,8 @@ from rayrft.buffer.log.journal import Position
 from rayrft.buffer.log.row_log import RowRef
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import StagePlan, Ticket
-from rayrft.buffer.state import DemonstrationKind
 from rayrft.buffer.store import Store
-from rayrft.buffer.transitions import apply
+from rayrft.buffer.transitions import admission, contents, leases
 from rayrft.buffer.validation import Limits, find_faults
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
@@ -94,15 +94,15 @@ class Buffer(Watched):
             raise DataError(problem, "raise it, or lower the stage's batch_size", field="buffer.max_rows", value=bound)
         last = self.state.stage.plan
         if last is not None and last.name and (last.name, last.version) == (plan.name, plan.version):
-            return await self.store.commit(e.StageResumed(plan))
-        await self.store.commit(e.StageOpened(plan))
+            return await self.store.commit(admission.StageResumed(plan))
+        await self.store.commit(admission.StageOpened(plan))
 
     async def adjust_stage(self, plan: StagePlan) -> None:
         """Continue the open stage with other numbers: steps, ``max_staleness`` and those of the sampler. Groups that
         are too old then are dropped as ``stale``. The plan of another stage changes nothing."""
         last = self.state.stage.plan
         current = last is not None and (last.name, last.version) == (plan.name, plan.version)
-        await self.store.commit(*([e.StageResumed(plan)] if current and self.state.stage.open else []))
+        await self.store.commit(*([admission.StageResumed(plan)] if current and self.state.stage.open else []))
 
     async def flush(self) -> list[int]:
         """Flush acknowledged writes to disk; return the journal position that a resumed run's journal must reach."""
@@ -123,10 +123,10 @@ class Buffer(Watched):
             )
             remedy = "restore the log from a backup, or resume from an older checkpoint"
             raise StorageError(problem, remedy, field=str(self.store.storage.folder), value=known)
-        gone: list[e.Event] = [e.ProducerAbandoned(producer) for producer in self.state.producers("")]
+        gone: list[Event] = [admission.ProducerAbandoned(producer) for producer in self.state.producers("")]
         new = attempt not in self.state.training.attempts
         # The engines have the checkpoint's weights, also if the run was killed before it had recorded that.
-        resumed = [*gone, e.StepsRolledBack(step, attempt), e.VersionAdvanced(step)]
+        resumed = [*gone, leases.StepsRolledBack(step, attempt), leases.VersionAdvanced(step)]
         await self.store.commit(*(resumed if new else []))
         return ResumedState(self.state.ledger(), self.store.sizes().torn_bytes)
 
@@ -134,11 +134,11 @@ class Buffer(Watched):
         """Admit no more groups; pending `admit` calls return none. ``name`` restricts it to the stage of that name."""
         plan = self.state.stage.plan
         current = plan is not None and name in (None, plan.name)
-        await self.store.commit(*([e.StageClosed()] if current else []))
+        await self.store.commit(*([admission.StageClosed()] if current else []))
 
     async def abandon(self, producer: str) -> None:
         """Issue the tickets of a producer that has died to the others; its later calls are refused."""
-        await self.store.commit(*([] if producer in self.state.meta.gone else [e.ProducerAbandoned(producer)]))
+        await self.store.commit(*([] if producer in self.state.meta.gone else [admission.ProducerAbandoned(producer)]))
 
     async def leased(self, after: int) -> int:
         """Wait until a step later than ``after`` is leased, and return the newest: groups whose tickets have no later
@@ -174,9 +174,8 @@ class Buffer(Watched):
                 number, given = state.feeds[feed].calls[producer]
                 return given if number == call else []
             wanted = 0 if state.exhausted(feed) else min(count, self.retention.room(feed))
-            event = e.TicketsIssued(producer, call, wanted, None, feed)
-            tickets = apply(state, event)
-            await self.store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
+            event = admission.TicketsIssued(producer, call, wanted, None, feed)
+            await self.store.record(replace(event, tasks=[ticket.task for ticket in event.apply(state)]))
 
     async def add_tasks(self, tasks: list[Task], source: int) -> int:
         """Add tasks to a source of the task set, by index; return how many are new by their id, the others are skipped.
@@ -190,7 +189,7 @@ class Buffer(Watched):
             raise DataError("the run has no such source of tasks", remedy, field="source", value=source)
         new = list({task.id: task for task in tasks if task.id not in known}.values())
         known.check(source, [task.difficulty for task in new], [task.priority for task in new])
-        await self.store.commit(*([e.TasksAdded(new, source)] if new else []))
+        await self.store.commit(*([admission.TasksAdded(new, source)] if new else []))
         return len(new)
 
     async def added_tasks(self, after: int) -> list[Task]:
@@ -199,7 +198,7 @@ class Buffer(Watched):
 
     async def finish(self) -> None:
         """Record that no more groups will be put: a lease that cannot be filled then ends with ``end_of_data``."""
-        await self.store.commit(e.ProducersEnded())
+        await self.store.commit(admission.ProducersEnded())
 
     # Results of a ticket.
 
@@ -223,17 +222,17 @@ class Buffer(Watched):
             begun = self.state.stage.begun.get(ticket.sequence)
             return await self.store.rows_by_block([] if begun is None else [begun])
 
-    async def drop(self, ticket: Ticket, dropped: dict[str, int], report: e.GroupReport) -> None:
+    async def drop(self, ticket: Ticket, dropped: dict[str, int], report: GroupReport) -> None:
         """Record that a whole group was filtered, with its rows by reason; its place becomes free."""
-        await self.store.commit(e.GroupDropped(ticket.sequence, dropped, report))
+        await self.store.commit(contents.GroupDropped(ticket.sequence, dropped, report))
 
     async def discard(self, call: str, dropped: dict[str, int]) -> None:
         """Record rows, by reason, that were sampled without a ticket and will not be put; once per unique ``call``."""
-        await self.store.commit(e.GroupDropped(None, dropped, e.GroupReport(), group_key(call)))
+        await self.store.commit(contents.GroupDropped(None, dropped, GroupReport(), group_key(call)))
 
     async def fail(self, ticket: Ticket, reason: str) -> None:
         """Record that a task gave no rows at all; its place becomes free."""
-        await self.store.commit(e.TaskFailed(ticket.sequence, reason))
+        await self.store.commit(contents.TaskFailed(ticket.sequence, reason))
 
     async def feedback(
         self, experience_id: str, reward: float | None = None, labels: dict[str, str] | None = None
@@ -277,7 +276,7 @@ class Buffer(Watched):
         if record is None or record.acked:
             await self.store.commit()
             return self.state.ledger()
-        await self.store.commit(e.StepAcked(step, self._leasing.scores(record, value_errors or {})))
+        await self.store.commit(leases.StepAcked(step, self._leasing.scores(record, value_errors or {})))
         ledger = self.state.ledger()
         await self.retention.release(record.slots)
         return ledger
@@ -294,29 +293,29 @@ class Buffer(Watched):
         slots = {slot for name in experience_ids for slot in groups.of_row(name)} & {*record.slots}
         expert = np.array(record.expert, np.int64)
         if record.demonstrations is not None:
-            names, _ = await self._experts.names(record.demonstrations, record.extent)
-            expert = expert[in_units([names[row] for row in record.expert], record.unit, {*experience_ids})]
-        await self.store.commit(e.RowsBlamed(step, attempt, sorted(slots), np.unique(expert).tolist()))
+            names = await self._experts.names(record.demonstrations, record.extent)
+            expert = expert[in_units([names[row] for row in record.expert], record.unit, experience_ids)]
+        await self.store.commit(leases.RowsBlamed(step, attempt, sorted(slots), np.unique(expert).tolist()))
 
     async def discard_batch(self, step: int) -> None:
         """Drop the batch of a step that was not trained: its groups count as ``not_finite``, unless an earlier step has
         trained them. The step leases another batch."""
         record = self.state.training.leases.get(step)
-        await self.store.commit(*([] if record is None or record.acked else [e.BatchDiscarded(step)]))
+        await self.store.commit(*([] if record is None or record.acked else [leases.BatchDiscarded(step)]))
 
     async def cover(self, step: int) -> None:
         """Record that a checkpoint covers all steps before ``step``: their batches will not be leased again."""
-        await self.store.commit(e.StepsCovered(step))
+        await self.store.commit(leases.StepsCovered(step))
         await self.retention.trim()
 
     async def requeue(self, step: int, draw: int) -> None:
         """Return a lease, identified by its step and `Lease.draw`: its groups become ready for another step."""
         record = self.state.training.leases.get(step)
-        await self.store.commit(*([e.LeaseRequeued(step)] if record is not None and record.draw == draw else []))
+        await self.store.commit(*([leases.LeaseRequeued(step)] if record is not None and record.draw == draw else []))
 
     async def advance(self, version: int) -> None:
         """Record that weights of this version are published, which admits new groups."""
-        await self.store.commit(e.VersionAdvanced(version))
+        await self.store.commit(leases.VersionAdvanced(version))
         await self.retention.trim()
 
     # Demonstrations and inspection.
@@ -326,10 +325,10 @@ class Buffer(Watched):
 
         Returns the number of rows; raises DataError on the first invalid one.
         """
-        batch, (pairs, labelled) = await self._demonstrations(name, payload)
+        batch, kind = await self._demonstrations(name, payload)
         async with self.store.move_lock:
             extent = await self._experts.write(name, batch)
-            await self.store.commit(e.DemonstrationsLoaded(name, extent, 2 if pairs else 1, labelled))
+            await self.store.commit(contents.DemonstrationsLoaded(name, extent, *kind))
             await self.store.flush()
             await self._experts.sweep()
         return batch.num_rows
@@ -341,20 +340,16 @@ class Buffer(Watched):
         Returns how many are new by their experience ids: others are skipped, with the other side of their pair. Raises
         DataError on the first invalid row, or if the existing ones are of another kind.
         """
-        batch, (pairs, labelled) = await self._demonstrations(name, payload)
+        batch, kind = await self._demonstrations(name, payload)
         async with self.store.move_lock:
             known = self.state.contents.experts.get(name)
             if known is not None:
-                check_kind(name, (pairs, labelled), known.kind)
-            _, there = ([], set()) if known is None else await self._experts.names(name, known.extent)
-            unit = 2 if pairs else 1
-            batch = batch.take(np.flatnonzero(~in_units(batch.column("experience_id").to_pylist(), unit, there)))
+                check_kind(name, kind, known.kind)
+            there = [] if known is None else await self._experts.names(name, known.extent)
+            batch = batch.take(np.flatnonzero(~in_units(batch.column("experience_id").to_pylist(), kind[0], there)))
             if batch.num_rows:
-                if known is None:
-                    extent = await self._experts.write(name, batch)
-                else:
-                    extent = await self._experts.append(name, known.extent, batch)
-                await self.store.commit(e.DemonstrationsExtended(name, extent, unit, labelled))
+                extent = await self._experts.append(name, None if known is None else known.extent, batch)
+                await self.store.commit(contents.DemonstrationsExtended(name, extent, *kind))
         return batch.num_rows
 
     async def withdraw(self, name: str, experience_ids: list[str]) -> int:
@@ -365,9 +360,9 @@ class Buffer(Watched):
         async with self.store.move_lock:
             if (known := self.state.contents.experts.get(name)) is None:
                 return 0
-            names, _ = await self._experts.names(name, known.extent)
-            rows = np.flatnonzero(in_units(names, known.unit, {*experience_ids})).tolist()
-            await self.store.commit(e.DemonstrationsWithdrawn(name, rows))
+            names = await self._experts.names(name, known.extent)
+            rows = np.flatnonzero(in_units(names, known.unit, experience_ids)).tolist()
+            await self.store.commit(contents.DemonstrationsWithdrawn(name, rows))
         return len(rows)
 
     async def _demonstrations(self, name: str, payload: list[Any]) -> tuple[pa.RecordBatch, DemonstrationKind]:

@@ -6,7 +6,6 @@ import asyncio
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,7 +18,7 @@ from rayrft.buffer.schedule import Ticket
 from rayrft.errors import DataError
 from rayrft.experience import Experience, check_filled, check_schema, from_batch, pack, to_batch
 from rayrft.runtime.handle import Handle, put_object
-from rayrft.runtime.waits import settle
+from rayrft.runtime.waits import in_thread, settle
 
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
@@ -180,8 +179,7 @@ def put_groups(buffer: Handle[Buffer], rows: list[Experience], algorithms: list[
         writer = BufferWriter(buffer)
         return await asyncio.gather(*(writer.put(to_batch(group), GroupReport.of(group)) for group in groups))
 
-    with ThreadPoolExecutor(1) as thread:  # in a notebook this thread already runs an event loop
-        receipts = thread.submit(asyncio.run, put()).result()
+    receipts = in_thread(put)  # in a notebook this thread already runs an event loop
     if faults := [fault for receipt in receipts for fault in receipt.faults]:
         refused = sum(bool(receipt.faults) for receipt in receipts)
         reasons = Counter(fault.reason for fault in faults)

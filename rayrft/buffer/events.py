@@ -1,4 +1,4 @@
-"""Events that change the Buffer's state. The same events are applied in memory and written to the journal."""
+"""Events that change the Buffer's state, and the values in them. `rayrft.buffer.transitions` has the events."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import re
 import zlib
 from dataclasses import dataclass, field
 from operator import add
-from typing import Annotated, Any, Union, dataclass_transform
+from typing import TYPE_CHECKING, Any, dataclass_transform
 
 import numpy as np
 import pyarrow as pa
-from pydantic import ConfigDict, Discriminator, Tag, TypeAdapter
 
-from rayrft.buffer.schedule import StagePlan
 from rayrft.errors import StorageError
-from rayrft.experience import SCHEMA_VERSION, TRUNCATED, Experience, Task
+from rayrft.experience import SCHEMA_VERSION, TRUNCATED, Experience
+
+if TYPE_CHECKING:
+    from rayrft.buffer.state import State
 
 
 @dataclass(frozen=True)
@@ -87,167 +88,22 @@ class Extent:
         return Extent(self.segment, self.rows + rows, self.nbytes + len(data), zlib.crc32(data, self.crc))
 
 
-_TAGS: dict[type[Event], str] = {}
+EVENT_TAGS: dict[type[Event], str] = {}
 """The kinds of events in the journal: their names in snake case."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Event:
-    """A change of the Buffer's state. Its subclasses are frozen dataclasses."""
+    """A change of the Buffer's state. Its subclasses are frozen dataclasses. The same events are applied in memory and
+    written to the journal."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True)(cls)
-        _TAGS[cls] = re.sub("(?<!^)([A-Z])", r"_\1", cls.__name__).lower()
+        EVENT_TAGS[cls] = re.sub("(?<!^)([A-Z])", r"_\1", cls.__name__).lower()
 
-
-class Began(Event):
-    run: str
-    schema: str
-
-
-class StageOpened(Event):
-    plan: StagePlan
-
-
-class StageResumed(StageOpened):
-    """The stage is open again in its old state; the plan's numbers may have changed."""
-
-
-class StageClosed(Event):
-    """The stage admits no more groups."""
-
-
-class TicketsIssued(Event):
-    """A request for tickets was answered, with none if ``count`` is 0.
-
-    ``tasks`` are those of the tickets, None before they are drawn: recovery draws them again and compares."""
-
-    producer: str
-    call: int
-    count: int
-    tasks: list[str | None] | None
-    feed: str = ""
-    """The feed that the producer belongs to."""
-
-
-class TasksAdded(Event):
-    """The task set has grown: these tasks belong to its source ``source``, by index."""
-
-    tasks: list[Task]
-    source: int
-
-
-class ProducerAbandoned(Event):
-    """The producer is abandoned: its tickets are issued to the next request."""
-
-    producer: str
-
-
-class GroupsStored(Event):
-    """Groups were stored in the segment that now has this extent."""
-
-    extent: Extent
-    groups: list[StoredGroup]
-
-
-class GroupParked(Event):
-    """Calls of a group's unfinished attempts were stored in the segment of this extent. Its ticket is issued again."""
-
-    extent: Extent
-    group: StoredGroup
-    resumes: int
-    """Of the ticket."""
-
-
-class GroupDropped(Event):
-    """A group was dropped without storing any row."""
-
-    sequence: int | None
-    dropped: dict[str, int]
-    report: GroupReport
-    key: int | None = None
-    digest: int = 0
-    """Checksum of a rejected group without a ticket."""
-
-
-class TaskFailed(Event):
-    """A task gave no rows."""
-
-    sequence: int
-    reason: str
-
-
-class BatchLeased(Event):
-    step: int
-    slots: list[int]
-    weights: list[float]
-    """Importance weights of the groups."""
-    expert: list[int]
-
-
-class StepAcked(Event):
-    step: int
-    scores: dict[int, float] = field(default_factory=dict)
-    """New scores by slot, if training reported any."""
-
-
-class RowsBlamed(Event):
-    """Training failed on one of these groups (by slot) and demonstrations (by row)."""
-
-    step: int
-    attempt: str
-    """Attempt of the run."""
-    slots: list[int]
-    expert: list[int]
-
-
-class BatchDiscarded(Event):
-    """Training failed on the batch of a step as a whole; the step gets another one."""
-
-    step: int
-
-
-class StepsCovered(Event):
-    """A checkpoint covers all steps before ``step``."""
-
-    step: int
-
-
-class LeaseRequeued(Event):
-    step: int
-
-
-class StepsRolledBack(Event):
-    """The run resumes at ``step``: leases from there on are trained again."""
-
-    step: int
-    attempt: str
-    """Attempt of the run."""
-
-
-class VersionAdvanced(Event):
-    version: int
-
-
-class GroupsEvicted(Event):
-    slots: list[int]
-    reason: str
-
-
-class GroupsMoved(Event):
-    """Groups were rewritten contiguously from row ``row`` of the extent's segment."""
-
-    extent: Extent
-    slots: list[int]
-    row: int
-    score: float | None = None
-    """New score if feedback changed the rows."""
-
-
-class SegmentsDeleted(Event):
-    segments: list[int]
-    forgotten: list[str] = field(default_factory=list)
-    """Experience ids whose late feedback is deleted, too."""
+    def apply(self, state: State) -> Any:
+        """Change the state; return what follows, such as admitted tickets."""
+        raise NotImplementedError
 
 
 class FeedbackNoted(Event):
@@ -259,27 +115,11 @@ class FeedbackNoted(Event):
     labels: dict[str, str]
     version: int
 
-
-class DemonstrationsLoaded(Event):
-    """Demonstrations are stored in the file ``expert-<name>-<segment>.arrow`` of this extent."""
-
-    name: str
-    extent: Extent
-    unit: int = 1
-    """Rows per unit: 2 for preference pairs."""
-    labelled: bool = False
-    """Whether they are single answers that are labelled good or bad."""
-
-
-class DemonstrationsExtended(DemonstrationsLoaded):
-    """Demonstrations were added to those of a name, whose file has this extent now."""
-
-
-class DemonstrationsWithdrawn(Event):
-    """Demonstrations of a name are not drawn any more, by their row numbers; leases that have them keep them."""
-
-    name: str
-    rows: list[int]
+    def apply(self, state: State) -> None:
+        noted = state.contents.late_feedback.setdefault(self.segment, [])
+        if self not in noted:  # else it is a repeat
+            noted.append(self)
+            state.contents.late_feedback_count += 1
 
 
 @dataclass(frozen=True)
@@ -291,51 +131,9 @@ class ModelTerms:
     tokenizer: str
 
 
-class FeedJoined(Event):
-    """An attempt of explore job ``job`` starts or resumes its feed: see `Feed`."""
-
-    feed: str
-    attempt: str
-    job: str
-    model: ModelTerms
-    in_flight: int
-    group_size: int
-
-
-class TrainerJoined(Event):
-    """The train job ``job``, whose run has this id, takes the batches from now on."""
-
-    run: str
-    job: str
-    model: ModelTerms
-
-
-class ProducersEnded(Event):
-    """No more groups will arrive."""
-
-
-_tagged: Any = Union[tuple(Annotated[kind, Tag(tag)] for kind, tag in _TAGS.items())]  # noqa: UP007 - not written out
-# Rows with non-finite rewards are rejected, but reports may contain such rewards.
-_config = ConfigDict(ser_json_inf_nan="constants")
-# The kind of an event, or of its JSON.
-_kind = Discriminator(lambda event: _TAGS.get(type(event)) if isinstance(event, Event) else event.get("event"))
-_adapter: TypeAdapter[Any] = TypeAdapter(Annotated[_tagged, _kind], config=_config)
-
-
 def check_version(schema: str, log: str) -> None:
     """Raise StorageError unless this version of rayrft reads and writes logs of that schema version."""
     if schema != SCHEMA_VERSION:
         problem = f"the log has schema version {schema}; this rayrft reads {SCHEMA_VERSION}"
         remedy = "use the version of rayrft that wrote it; its segments are plain Arrow files"
         raise StorageError(problem, remedy, field=log)
-
-
-def encode(event: Event) -> bytes:
-    """Encode an event as one line of JSON."""
-    body = _adapter.dump_json(event)[1:]
-    return b'{"event":"%s"%s%s' % (_TAGS[type(event)].encode(), b"" if body == b"}" else b",", body)
-
-
-def decode(line: bytes) -> Event:
-    """Decode an event from a line. Raises pydantic's ValidationError."""
-    return _adapter.validate_json(line)

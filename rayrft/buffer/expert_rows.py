@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -15,10 +16,11 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.buffer.events import Extent
+from rayrft.buffer.expert_cursor import DemonstrationKind
 from rayrft.buffer.log.row_log import RowRef
 from rayrft.buffer.log.segments import read_log_rows, with_schema
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.state import DemonstrationKind, State
+from rayrft.buffer.state import State
 from rayrft.buffer.validation import lengths_of
 from rayrft.errors import DataError
 from rayrft.runtime.handle import put_object
@@ -40,8 +42,8 @@ class ExpertBlocks:
         self._storage = storage
         self._state = state
         self._blocks: dict[str, ExpertBlock] = {}
-        self._names: dict[str, tuple[list[str], set[str]]] = {}
-        """The ids of rows, in order and as a set, by file."""
+        self._names: dict[str, list[str]] = {}
+        """The ids of rows, in order, by file."""
 
     async def write(self, name: str, batch: pa.RecordBatch) -> Extent:
         """Write demonstrations to a file of their own, which is named after their checksum."""
@@ -53,8 +55,10 @@ class ExpertBlocks:
         await asyncio.to_thread(self._storage.write, expert_file(name, extent), data)
         return extent
 
-    async def append(self, name: str, extent: Extent, batch: pa.RecordBatch) -> Extent:
-        """Append demonstrations to their file; return its new extent."""
+    async def append(self, name: str, extent: Extent | None, batch: pa.RecordBatch) -> Extent:
+        """Append demonstrations to their file, or write one if there is none; return its new extent."""
+        if extent is None:
+            return await self.write(name, batch)
         file, data = expert_file(name, extent), batch.serialize()
 
         def append() -> None:
@@ -65,9 +69,7 @@ class ExpertBlocks:
 
         await asyncio.to_thread(append)
         if file in self._names:
-            ordered, known = self._names[file]
-            ordered += (names := batch.column("experience_id").to_pylist())
-            known.update(names)
+            self._names[file] += batch.column("experience_id").to_pylist()
         return extent.grown(batch.num_rows, data)
 
     async def get(self, name: str, extent: Extent, rows: int | None = None) -> ExpertBlock:
@@ -79,13 +81,12 @@ class ExpertBlocks:
             self._blocks[file] = ExpertBlock(ref, lengths_of(batch.column("token_ids")))
         return self._blocks[file]
 
-    async def names(self, name: str, extent: Extent) -> tuple[list[str], set[str]]:
-        """Return the experience ids of the demonstrations, by row and as a set, read from their file once."""
+    async def names(self, name: str, extent: Extent) -> list[str]:
+        """Return the experience ids of the demonstrations by row, read from their file once."""
         file = expert_file(name, extent)
-        if file not in self._names or len(self._names[file][0]) < extent.rows:
+        if file not in self._names or len(self._names[file]) < extent.rows:
             batch = await asyncio.to_thread(read_log_rows, self._storage, file, extent)
-            names = batch.column("experience_id").to_pylist()
-            self._names[file] = names, {*names}
+            self._names[file] = batch.column("experience_id").to_pylist()
         return self._names[file]
 
     async def whole(self, store: str) -> tuple[RowRef, np.ndarray]:
@@ -110,9 +111,9 @@ class ExpertBlocks:
                 await asyncio.to_thread(self._storage.delete, file)
 
 
-def in_units(names: list[str], unit: int, wanted: set[str]) -> np.ndarray:
+def in_units(names: list[str], unit: int, wanted: Iterable[str]) -> np.ndarray:
     """Return whether a row is in a unit (``unit`` consecutive rows) with one of the wanted ids; shape ``[rows]``."""
-    found = np.array([name in wanted for name in names], bool)
+    found = np.array([*map({*wanted}.__contains__, names)], bool)
     return np.repeat(found.reshape(-1, unit).any(1), unit)
 
 
@@ -126,12 +127,12 @@ def demonstration_kind(batch: pa.RecordBatch) -> DemonstrationKind:
         if names[::2] != names[1::2] or None in names or chosen != [True, False] * (len(names) // 2):
             problem = "only some rows form preference pairs: every two rows must be one pair, the chosen side first"
             raise DataError(problem, "keep pairs and other rows under different names", field="demonstrations")
-        return True, False
+        return 2, False
     labelled = [label is not None for label in chosen]
     if any(labelled) and not all(labelled):
         remedy = "keep labelled and other rows under different names"
         raise DataError("only some rows have a label, good or bad", remedy, field="demonstrations")
-    return False, any(labelled)
+    return 1, any(labelled)
 
 
 def check_kind(name: str, found: DemonstrationKind, wanted: DemonstrationKind) -> None:
@@ -144,9 +145,9 @@ def check_kind(name: str, found: DemonstrationKind, wanted: DemonstrationKind) -
 
 
 _KINDS = {
-    (False, False): ("conversations to imitate", "rows without 'chosen', 'rejected' and 'label'", "sft"),
-    (True, False): ("preference pairs", "rows with 'chosen' and 'rejected'", "a preference loss such as dpo"),
-    (False, True): ("answers labelled good or bad", "rows with 'label'", "a loss of labelled answers such as kto"),
+    (1, False): ("conversations to imitate", "rows without 'chosen', 'rejected' and 'label'", "sft"),
+    (2, False): ("preference pairs", "rows with 'chosen' and 'rejected'", "a preference loss such as dpo"),
+    (1, True): ("answers labelled good or bad", "rows with 'label'", "a loss of labelled answers such as kto"),
 }
 """What demonstrations are called, what their rows have, and what trains on them."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from rayrft.buffer import events as e
+from rayrft.buffer.events import Event, FeedbackNoted
 from rayrft.buffer.groups import GroupStatus, GroupTable, unknown_row
 from rayrft.buffer.store import Store
+from rayrft.buffer.transitions.contents import GroupsMoved
 from rayrft.buffer.validation import find_faults
 from rayrft.errors import DataError, FeedbackRefused
 from rayrft.experience import Experience, from_batch, to_batch
@@ -24,10 +25,10 @@ async def give_feedback(store: Store, experience_id: str, reward: float | None, 
             raise unknown_row(experience_id)
         if _is_untrained(groups, slot):
             before = from_batch(await store.in_row_thread(store.rows.read_group, store.span(slot)))
-            rows, moved = change(before, experience_id, reward, labels), list[e.Event]()
+            rows, moved = change(before, experience_id, reward, labels), list[Event]()
             if rows is not before:
                 done = await store.in_row_thread(store.rows.append, to_batch(rows).serialize())
-                moved = [e.GroupsMoved(done.extent, [slot], done.row, score=done.stored[0].score)]
+                moved = [GroupsMoved(done.extent, [slot], done.row, score=done.stored[0].score)]
             # A step may have leased the unchanged group meanwhile.
             if _is_untrained(groups, slot):
                 return await store.commit(*moved)
@@ -35,7 +36,7 @@ async def give_feedback(store: Store, experience_id: str, reward: float | None, 
         if status == GroupStatus.PARKED:
             remedy = "give feedback when its group is complete"
             raise FeedbackRefused("the attempt is not finished", remedy, field=experience_id)
-        await store.commit(e.FeedbackNoted(int(groups.segment[slot]), experience_id, reward, labels, version))
+        await store.commit(FeedbackNoted(int(groups.segment[slot]), experience_id, reward, labels, version))
         if status == GroupStatus.DROPPED:
             remedy = "give feedback before rows are dropped; the reasons are in stats()"
             raise FeedbackRefused("the row was dropped and will not be trained", remedy, field=experience_id)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from rayrft.buffer import events as e
-from rayrft.buffer.events import GroupReport
+from rayrft.buffer.events import Event, GroupReport, StoredGroup
 from rayrft.buffer.groups import GroupStatus, group_key
 from rayrft.buffer.log.row_log import AppendResult
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.store import Store
+from rayrft.buffer.transitions.contents import GroupDropped, GroupParked, GroupsStored
 from rayrft.buffer.validation import Fault, Limits
 
 _ROOM_DEADLINE_S = 600.0
@@ -63,7 +63,13 @@ class Arrivals:
     def __init__(self, store: Store, retention: Retention, limits: Limits) -> None:
         self._store = store
         self._retention = retention
-        self.limits = limits
+        self._limits = limits
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of the run's model, or of the model of the jobs that meet here."""
+        model = self._store.state.meta.model
+        return self._limits if model is None else Limits(model.vocabulary, model.max_length)
 
     async def put(self, entries: list[GroupEntry], payload: list[Any]) -> list[Receipt]:
         """Store the groups of a call that are new; see `Buffer.put`."""
@@ -94,17 +100,17 @@ class Arrivals:
 
     async def park(self, entry: GroupEntry, payload: list[Any]) -> None:
         """Store the calls of an unfinished group; see `Buffer.park`."""
-        events: list[e.Event] = []
+        events: list[Event] = []
         assert entry.ticket is not None  # only groups with tickets are parked
         if self._store.state.expects(entry.key, entry.sequence):
             message = await read_message(payload)
             done = await self._store.in_row_thread(self._store.rows.append, message)  # the finished group is validated
-            events = [e.GroupParked(done.extent, _stored_group(entry, done, 0), entry.ticket.resumes)]
+            events = [GroupParked(done.extent, _stored_group(entry, done, 0), entry.ticket.resumes)]
         await self._store.commit(*events)
 
     async def _store_groups(
         self, entries: list[GroupEntry], wanted: list[int], payload: list[Any]
-    ) -> tuple[list[e.Event], dict[int, list[Fault]]]:
+    ) -> tuple[list[Event], dict[int, list[Fault]]]:
         """Write the rows of the wanted groups; return their events for the journal, and their faults."""
         # Room for a group with a ticket was reserved at its admission.
         store = self._store
@@ -117,7 +123,7 @@ class Arrivals:
         limits = replace(self.limits, version=store.state.newest_version)
         done = await store.in_row_thread(store.rows.take, message, wanted, whole, len(entries), limits)
         stored = [_stored_group(entries[i], done, place) for place, i in enumerate(done.groups)]
-        events: list[e.Event] = [e.GroupsStored(done.extent, stored)] if stored else []
+        events: list[Event] = [GroupsStored(done.extent, stored)] if stored else []
         for i in sorted(set(wanted) - set(done.groups)):
             found = Counter(fault.reason for fault in done.faults[i])
             if i in whole and found.total() < entries[i].rows:
@@ -131,16 +137,16 @@ async def read_message(payload: list[Any]) -> pa.Buffer:
     return payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0]
 
 
-def _refused(entry: GroupEntry, reasons: dict[str, int]) -> e.GroupDropped:
+def _refused(entry: GroupEntry, reasons: dict[str, int]) -> GroupDropped:
     """Return the event for a rejected group, with its rows by reason."""
     dropped = {**entry.dropped, **{f"rejected: {reason}": rows for reason, rows in reasons.items()}}
     # The producer puts a rejected group without a ticket again, fixed: its report is counted then.
     report = entry.report if entry.ticket is not None else GroupReport()
-    return e.GroupDropped(entry.sequence, dropped, report, entry.key, entry.digest)
+    return GroupDropped(entry.sequence, dropped, report, entry.key, entry.digest)
 
 
-def _stored_group(entry: GroupEntry, done: AppendResult, place: int) -> e.StoredGroup:
+def _stored_group(entry: GroupEntry, done: AppendResult, place: int) -> StoredGroup:
     """Return the journal's entry for the ``place``-th appended group."""
     found = Counter(f"rejected: {fault.reason}" for fault in done.faults.get(done.groups[place], []))
     dropped = {**entry.dropped, **found}
-    return e.StoredGroup(entry.key, entry.digest, done.stored[place], entry.sequence, dropped, entry.report)
+    return StoredGroup(entry.key, entry.digest, done.stored[place], entry.sequence, dropped, entry.report)

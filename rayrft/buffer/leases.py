@@ -14,7 +14,6 @@ from itertools import chain, groupby
 
 import numpy as np
 
-from rayrft.buffer import events as e
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.expert_rows import ExpertBlocks
 from rayrft.buffer.groups import group_key
@@ -25,6 +24,7 @@ from rayrft.buffer.schedule import Draw, StagePlan
 from rayrft.buffer.scores import check_scores
 from rayrft.buffer.state import LeaseRecord
 from rayrft.buffer.store import Store
+from rayrft.buffer.transitions.leases import BatchLeased, VersionAdvanced
 from rayrft.config.seeds import generator
 from rayrft.errors import LeaseEnded, RayrftError
 from rayrft.runtime.waits import Waits
@@ -219,15 +219,15 @@ class Leasing:
         found = {self._store.state.groups.find(group_key(group)): error for group, error in value_errors.items()}
         return {slot: found[slot] for slot in record.slots if slot in found}
 
-    async def _next(self, step: int, deadline_s: float) -> e.BatchLeased:
+    async def _next(self, step: int, deadline_s: float) -> BatchLeased:
         """Wait for the groups of a new step, and draw its batch."""
         store, state = self._store, self._store.state
         if state.stage.plan is None:
             raise RayrftError("no stage is open", "open a stage first, as a run does", field="buffer.lease", value=step)
         if state.training.replaying:
             # A request for a step that was never leased shows that all leased steps have been repeated.
-            await store.commit(e.VersionAdvanced(state.training.version))
-        drawn: list[e.BatchLeased] = []
+            await store.commit(VersionAdvanced(state.training.version))
+        drawn: list[BatchLeased] = []
         seen, loop, attempts = self._ready(), asyncio.get_running_loop(), len(state.training.attempts)
 
         def end_reason() -> str | None:
@@ -256,7 +256,7 @@ class Leasing:
             raise self._ended(end_reason() or "deadline", step, "no more can arrive")
         return drawn[0]
 
-    def _draw(self, step: int) -> e.BatchLeased | None:
+    def _draw(self, step: int) -> BatchLeased | None:
         """Draw the batch of the step from the ready groups; None if it has to wait."""
         stage, experts = self._store.state.stage, self._store.state.contents.experts
         plan = stage.plan
@@ -270,7 +270,7 @@ class Leasing:
         elif self._lacks_demonstrations():
             return None
         cursor = experts.get(plan.demonstrations or "")
-        return e.BatchLeased(step, slots, weights, [] if cursor is None else cursor.peek(plan.expert_rows))
+        return BatchLeased(step, slots, weights, [] if cursor is None else cursor.peek(plan.expert_rows))
 
     def _holds(self, plan: StagePlan) -> bool:
         """Return whether the step waits for the groups of ``hold_steps`` further steps, while more can become ready."""

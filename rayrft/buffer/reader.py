@@ -21,7 +21,6 @@ from rayrft.buffer.log.journal import EventJournal, Position, Recovery
 from rayrft.buffer.log.segments import read_log_rows, segment_name, segment_sizes
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import State
-from rayrft.buffer.transitions import apply
 from rayrft.config import FolderConfig, load_folder_config
 from rayrft.config.buffer import SamplerConfig
 from rayrft.data.selection import Selection
@@ -59,7 +58,7 @@ class StateReader:
                 self._state.restore(recovered.snapshot)
         state, self._position = self._state, Position()  # read from the start again if an event cannot be applied
         for event in recovered.events:
-            apply(state, event)
+            event.apply(state)
         self._position = position
         if not state.meta.run:
             problem, remedy = "no Buffer has written here", "give the folder of a started run"

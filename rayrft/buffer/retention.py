@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from rayrft.buffer import events as e
+from rayrft.buffer.events import Event
 from rayrft.buffer.export import are_personal
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.log.row_log import RowSpan
 from rayrft.buffer.samplers import log_priorities
 from rayrft.buffer.store import Store
+from rayrft.buffer.transitions.contents import GroupsEvicted, GroupsMoved, SegmentsDeleted
 from rayrft.errors import RayrftError
 
 _EVICT_SHARE = 0.01
@@ -105,7 +106,7 @@ class Retention:
                     continue
                 held = [slot for slot in slots[whose].tolist() if groups.status[slot] == GroupStatus.READY]
                 names = batch.column("experience_id").filter(pa.array(unwanted)).to_pylist()
-                evicted = [e.GroupsEvicted(held, "forgotten")] if held else []
+                evicted = [GroupsEvicted(held, "forgotten")] if held else []
                 await self._delete([segment], names, *evicted, *moved)
                 erased += int(unwanted.sum())
         return erased, leased
@@ -131,7 +132,7 @@ class Retention:
         count = int(np.argmax(enough)) + 1 if enough.any() else len(ready)
         if count:
             gone = ready[:count].tolist()
-            await self._store.commit(e.GroupsEvicted(gone, f"evicted_{config.when_full.removeprefix('evict_')}"))
+            await self._store.commit(GroupsEvicted(gone, f"evicted_{config.when_full.removeprefix('evict_')}"))
             await self.release(gone)
 
     def _leased(self) -> set[int]:
@@ -162,15 +163,15 @@ class Retention:
             if len(held) and share < _SPARSE and segment not in kept:
                 await self._store.commit(await self._rewrite(held.tolist()))
 
-    async def _rewrite(self, slots: list[int]) -> e.GroupsMoved:
+    async def _rewrite(self, slots: list[int]) -> GroupsMoved:
         """Rewrite groups at the end of the log; return the event to commit."""
         spans = [self._store.span(slot) for slot in slots]
         rows = self._store.rows
         done = await self._store.in_row_thread(lambda: rows.append(rows.read(spans).serialize()))
-        return e.GroupsMoved(done.extent, slots, done.row)
+        return GroupsMoved(done.extent, slots, done.row)
 
-    async def _delete(self, segments: list[int], forgotten: list[str], *events: e.Event) -> None:
+    async def _delete(self, segments: list[int], forgotten: list[str], *events: Event) -> None:
         """Commit events and the deletion of segments, then delete their files."""
-        await self._store.commit(*events, e.SegmentsDeleted(segments, forgotten))
+        await self._store.commit(*events, SegmentsDeleted(segments, forgotten))
         await self._store.flush()
         await self._store.in_row_thread(self._store.rows.delete, segments)

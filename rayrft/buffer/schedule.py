@@ -62,9 +62,9 @@ class StagePlan:
     """Ranks get shares of equal cost: a row of s tokens costs ``s + attention s^2`` (`data.models.attention_cost`)."""
 
     @property
-    def kind(self) -> tuple[bool, bool]:
-        """What the demonstrations must be: preference pairs, or single answers that are labelled good or bad."""
-        return self.pairs, self.labelled
+    def kind(self) -> tuple[int, bool]:
+        """What the demonstrations must be: a `DemonstrationKind`."""
+        return 2 if self.pairs else 1, self.labelled
 
     @property
     def issues_tickets(self) -> bool:

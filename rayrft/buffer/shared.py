@@ -11,11 +11,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayrft.buffer import events as e
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.events import GroupReport, ModelTerms
 from rayrft.buffer.ledger import Ledger
-from rayrft.buffer.validation import Limits
+from rayrft.buffer.transitions.admission import FeedJoined, ProducerAbandoned
+from rayrft.buffer.transitions.leases import TrainerJoined
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import ConfigError, PlacementError
@@ -75,7 +75,6 @@ class SharedBuffer(Buffer):
     ) -> None:
         super().__init__(f"buffer {name}", folder, config, seed, room_s=room_s, plugins=plugins)
         self._name = name
-        self._check_rows()
 
     async def join_feed(
         self, feed: str, attempt: str, job: str, model: ModelTerms, tasks: TaskSetSpec, in_flight: int, group_size: int
@@ -89,9 +88,8 @@ class SharedBuffer(Buffer):
         await self.store.add_task_set(feed, tasks)
         state = self.state
         if attempt not in state.training.attempts:
-            gone = [e.ProducerAbandoned(producer) for producer in state.producers(feed)] if feed in state.feeds else []
-            await self.store.commit(*gone, e.FeedJoined(feed, attempt, job, model, in_flight, group_size))
-            self._check_rows()
+            gone = [ProducerAbandoned(producer) for producer in state.producers(feed)] if feed in state.feeds else []
+            await self.store.commit(*gone, FeedJoined(feed, attempt, job, model, in_flight, group_size))
         return self._progress(feed)
 
     async def join_trainer(self, run: str, job: str, model: ModelTerms, step: int, running: Collection[str]) -> None:
@@ -113,8 +111,7 @@ class SharedBuffer(Buffer):
             problem = f"this Buffer has no record of the job's {step} steps: {why}"
             remedy = "start a new train job from its checkpoint (rayrft export, model.path)"
             raise ConfigError(problem, remedy, field="buffer.name", value=self._name)
-        await self.store.commit(e.TrainerJoined(run, job, model))
-        self._check_rows()
+        await self.store.commit(TrainerJoined(run, job, model))
 
     async def check(self, folder: Path, config: BufferConfig) -> None:
         """Raise ConfigError unless a job wants this Buffer to be as it is."""
@@ -150,11 +147,6 @@ class SharedBuffer(Buffer):
     def _progress(self, feed: str) -> FeedProgress:
         state = self.state.feeds[feed]
         return FeedProgress(state.groups, state.report, self.state.ledger())
-
-    def _check_rows(self) -> None:
-        """Check rows against the limits of the jobs' model, once it is known."""
-        if (model := self.state.meta.model) is not None:
-            self._arrivals.limits = Limits(model.vocabulary, model.max_length)
 
     def _check_model(self, model: ModelTerms) -> None:
         known = self.state.meta.model

@@ -1,12 +1,11 @@
 """The Buffer's state. It changes by events alone, so that replaying the journal's events restores it exactly.
 
-It uses no clock, actor or file: decisions made elsewhere arrive as events. `rayrft.buffer.transitions` implements them.
+It uses no clock, actor or file: decisions made elsewhere arrive as events, which are in `rayrft.buffer.transitions`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -15,12 +14,12 @@ import pyarrow as pa
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from rayrft.buffer.events import Extent, FeedbackNoted, GroupReport, ModelTerms, check_version
+from rayrft.buffer.expert_cursor import ExpertCursor
 from rayrft.buffer.groups import HELD, GroupStatus, GroupTable
 from rayrft.buffer.ledger import ExpertDraws, Ledger
 from rayrft.buffer.samplers import eligible
 from rayrft.buffer.schedule import AnySchedule, PoolSchedule, StagePlan, Ticket
 from rayrft.config.buffer import SamplerConfig
-from rayrft.config.seeds import generator
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import StorageError, first_line
 from rayrft.experience import Task
@@ -34,79 +33,6 @@ class RowCounts:
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_tasks: Counter[str] = field(default_factory=Counter)
-
-
-DemonstrationKind = tuple[bool, bool]
-"""Whether demonstrations are preference pairs, and whether they are single answers labelled good or bad."""
-
-
-@dataclass
-class ExpertCursor:
-    """Draws demonstrations without replacement, reshuffled every epoch.
-
-    ``unit`` consecutive rows are drawn together: 2 for preference pairs. Rows that are added join in the next epoch.
-    """
-
-    extent: Extent
-    seed: int
-    unit: int = 1
-    epoch: int = 0
-    cursor: int = 0
-    drawn: int = 0
-    labelled: bool = False
-    excluded: list[int] = field(default_factory=list)
-    """Rows that are skipped: training failed on them twice, or they were withdrawn."""
-    loaded: Extent | None = None
-    """The extent that the set had before it grew; None if it was never loaded."""
-    rows: int = 0
-    """Of the current epoch."""
-
-    def __post_init__(self) -> None:
-        self.rows = self.rows or self.extent.rows
-
-    @property
-    def kind(self) -> DemonstrationKind:
-        return self.unit == 2, self.labelled
-
-    def peek(self, count: int) -> list[int]:
-        """Return the next ``count`` row indices (whole units), across epoch ends."""
-        return self._walk(count)[0]
-
-    def advance(self, count: int) -> None:
-        """Advance the cursor by ``count`` rows."""
-        self.drawn += count
-        before = self.epoch
-        if self.excluded or self.rows < self.extent.rows:
-            _, self.epoch, self.cursor = self._walk(count)
-        else:
-            epochs, self.cursor = divmod(self.cursor + count, self.rows)
-            self.epoch += epochs
-        if self.epoch > before:
-            self.rows = self.extent.rows
-
-    def grow(self, extent: Extent) -> None:
-        """Note that rows were added. An epoch that has not begun has them, too."""
-        self.extent = extent
-        if not self.cursor:
-            self.rows = extent.rows
-
-    def exclude(self, rows: Iterable[int]) -> None:
-        """Skip rows from now on."""
-        self.excluded += sorted({*rows} - {*self.excluded})
-
-    def _walk(self, count: int) -> tuple[list[int], int, int]:
-        """Return the next ``count`` rows, and the epoch and cursor after them."""
-        rows: list[int] = []
-        epoch, cursor = self.epoch, self.cursor
-        while len(rows) < count and len(self.excluded) < self.extent.rows:
-            size = self.rows if epoch == self.epoch else self.extent.rows
-            units = generator(self.seed, "demonstrations", epoch).permutation(size // self.unit)
-            order = (units[:, None] * self.unit + np.arange(self.unit)).ravel()[cursor:]
-            valid = np.flatnonzero(~np.isin(order, self.excluded))[: count - len(rows)]
-            rows += order[valid].tolist()
-            taken = int(valid[-1]) + 1 if len(rows) == count else len(order)
-            epoch, cursor = (epoch, cursor + taken) if taken < len(order) else (epoch + 1, 0)
-        return rows, epoch, cursor
 
 
 @dataclass
@@ -271,7 +197,7 @@ _metadata: TypeAdapter[Metadata] = TypeAdapter(Metadata)
 
 
 class State:
-    """The Buffer's state, which only `rayrft.buffer.transitions.apply` changes."""
+    """The Buffer's state, which only events change (`rayrft.buffer.transitions`)."""
 
     def __init__(self, config: SamplerConfig, seed: int, tasks: TaskSet | None) -> None:
         self._config = config
@@ -423,14 +349,3 @@ class State:
         for id, tasks in self.tasks.items():
             if id in self.feeds:
                 tasks.restore(self.feeds[id].tasks)
-
-
-Rule = Callable[[State, Any], Any]
-TRANSITIONS: dict[type, Rule] = {}
-"""Functions that apply an event to the state, by event type."""
-
-
-def rule(kind: type) -> Callable[[Rule], Rule]:
-    """Register the decorated function for events of that type."""
-
-    return lambda function: TRANSITIONS.setdefault(kind, function)

@@ -18,14 +18,14 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from rayrft.buffer import events as e
+from rayrft.buffer.events import Event
 from rayrft.buffer.ledger import StoreSizes
 from rayrft.buffer.log.journal import EventJournal, Position
 from rayrft.buffer.log.row_log import RowLog, RowRef, RowSpan
 from rayrft.buffer.log.segments import segment_sizes
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import State
-from rayrft.buffer.transitions import apply
+from rayrft.buffer.transitions.contents import Began, GroupParked, GroupsMoved, GroupsStored
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet, TaskSetSpec
 from rayrft.errors import StorageError
@@ -64,14 +64,14 @@ class Store:
             if recovered.snapshot is not None:
                 self.state.restore(recovered.snapshot)
             for event in recovered.events:
-                apply(self.state, event)
+                event.apply(self.state)
             self._check_run(run)
             self.rows = RowLog(self.storage, config, list(self.state.contents.extents.values()))
         except StorageError:
             self.storage.unlock()
             raise
         self._row_thread = ThreadPoolExecutor(1, "rows")
-        self._waiting: list[tuple[tuple[e.Event, ...], asyncio.Future[None]]] = []
+        self._waiting: list[tuple[tuple[Event, ...], asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
         self._syncer: asyncio.Task[None] | None = None
         self._syncing = asyncio.Lock()
@@ -84,17 +84,17 @@ class Store:
         self._torn_bytes = recovered.torn_bytes + self.rows.torn_bytes
         self.recovery_s = time.perf_counter() - started
 
-    async def commit(self, *events: e.Event) -> None:
+    async def commit(self, *events: Event) -> None:
         """Apply events, write them to the journal, and wake the waiters; without events, wait for earlier writes.
 
         The latter is for repeated calls, whose answer must be durable, too. Raises StorageError.
         """
         self._check()
         for event in events:
-            apply(self.state, event)
+            event.apply(self.state)
         await self.record(*events)
 
-    async def record(self, *events: e.Event) -> None:
+    async def record(self, *events: Event) -> None:
         """Write applied events and wake the waiters; return when all so far are in the journal. Raises StorageError."""
         self._check()
         done = asyncio.get_running_loop().create_future()
@@ -203,7 +203,7 @@ class Store:
         if self.config.fsync == "interval" and (self._syncer is None or self._syncer.done()):
             self._syncer = asyncio.create_task(self._sync_later())
 
-    def _append(self, events: list[e.Event]) -> None:
+    def _append(self, events: list[Event]) -> None:
         self.journal.append(events)
         if self.config.fsync == "always":
             self.journal.sync(self.journal.position)
@@ -218,14 +218,14 @@ class Store:
             with contextlib.suppress(StorageError):  # no caller: raised by the next write
                 await self.flush()
 
-    def _survived(self) -> Callable[[e.Event], bool]:
+    def _survived(self) -> Callable[[Event], bool]:
         """Return a function that tells whether an event's rows are on disk. A power failure may truncate the newest
         segment if it was not synced, and invalidates the journal from there; full segments are always synced."""
         sizes = segment_sizes(self.storage) if self.config.fsync != "always" else {}
         newest = max(sizes, default=-1)
 
-        def survived(event: e.Event) -> bool:
-            if not isinstance(event, e.GroupsStored | e.GroupParked | e.GroupsMoved) or event.extent.segment != newest:
+        def survived(event: Event) -> bool:
+            if not isinstance(event, GroupsStored | GroupParked | GroupsMoved) or event.extent.segment != newest:
                 return True
             return event.extent.nbytes <= sizes[newest]
 
@@ -234,8 +234,8 @@ class Store:
     def _check_run(self, run: str) -> None:
         meta = self.state.meta
         if not meta.run:
-            first = e.Began(run, SCHEMA_VERSION)
-            apply(self.state, first)
+            first = Began(run, SCHEMA_VERSION)
+            first.apply(self.state)
             self.journal.append([first])
         elif meta.run != run:
             remedy = "choose another name or buffer.storage"

@@ -29,10 +29,10 @@ from rayrft.monitor.sinks import check_sinks
 from rayrft.pipelines.experiences import check_experiences
 from rayrft.pipelines.report import summary
 from rayrft.pipelines.run.models import RunEngines
-from rayrft.pipelines.run.process import in_thread
 from rayrft.pipelines.tasks import load_processed
 from rayrft.registry import check_installed
 from rayrft.rewards.checks import check_rewards
+from rayrft.runtime.waits import in_thread
 from rayrft.trainer.batch_pipeline import check_batches
 from rayrft.weights.files import VersionFolder
 

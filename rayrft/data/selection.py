@@ -83,10 +83,10 @@ def _met(where: str, batch: pa.RecordBatch, *, check: bool = False) -> np.ndarra
                 rows.filter(condition)  # refuses aggregates and window functions, which a select would take
             met = rows.select(condition)
             if met.types != [duckdb.sqltypes.BOOLEAN]:
-                raise _invalid(where, f"its values are {met.types[0]}, not BOOLEAN")
+                raise invalid_condition(where, f"its values are {met.types[0]}, not BOOLEAN")
             return met.to_arrow_table().column(0).fill_null(False).to_numpy()
     except duckdb.Error as error:
-        raise _invalid(where, str(error)) from None
+        raise invalid_condition(where, str(error)) from None
 
 
 @functools.cache
@@ -96,7 +96,8 @@ def _database() -> duckdb.DuckDBPyConnection:
     return duckdb.connect(config={"enable_external_access": False, "threads": 1, "lock_configuration": True})
 
 
-def _invalid(where: str, problem: str) -> DataError:
+def invalid_condition(where: str, problem: str) -> DataError:
+    """Return the error of a condition that DuckDB refuses, or that fails on a value."""
     first, *others = problem.splitlines()
     near = [line.removeprefix(_CANDIDATES) for line in others if line.startswith(_CANDIDATES)]
     remedy = f"columns of a like name: {near[0]}; text stands in single quotes" if near else ""

@@ -17,7 +17,7 @@ from rayrft.rewards.base import rewards, score_inline
 _ACCEPT_TRUTH = ("exact", "k12", "math", "vision")
 """Rewards that give 1 to a task's own answer."""
 _CHATS = "single_turn", "multi_turn", "user_simulator", "debate", "reflect_and_retry", "self_verification", "best_of_n"
-_LEAVE_REWARD = (*_CHATS, "tools")
+_LEAVE_REWARD = (*_CHATS, "tool_calling")
 """Workflows that give no reward of their own."""
 _ELSEWHERE = {"blanks", "box"}
 """Metadata of tasks whose right answer is not ``answer``."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
 from typing import Any
 
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.rewards.base import RewardResult, Transcript, register_reward, rewards
+from rayrft.runtime.waits import in_thread
 
 
 @register_reward("trl")
@@ -100,9 +99,6 @@ def _imported(path: str) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         found = function(*args, **kwargs)
-        if not inspect.iscoroutine(found):
-            return found
-        with ThreadPoolExecutor(1) as thread:  # the reward's process has an event loop already
-            return thread.submit(asyncio.run, found).result()
+        return in_thread(lambda: found) if inspect.iscoroutine(found) else found
 
     return call

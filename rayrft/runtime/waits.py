@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -33,6 +35,21 @@ async def cancel(*futures: asyncio.Future[Any]) -> None:
     for each in futures:
         each.cancel()
     await asyncio.gather(*futures, return_exceptions=True)
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """Run a coroutine in another thread and event loop, and return its result; the caller may be in an event loop,
+    and an interrupt of the caller does not wait for it."""
+    done = Future[Any]()
+
+    def run() -> None:
+        try:
+            done.set_result(asyncio.run(work()))
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="rayrft-coroutine", daemon=True).start()
+    return done.result()
 
 
 def settle(future: asyncio.Future[R], outcome: R | BaseException) -> None:

@@ -88,6 +88,8 @@ delete from places;
 insert into places select * from new_places
 """
 """Brings the places up to date, and what their rows have of them: little changes at a time."""
+_CHANGES = {"new_places": _MOVE, "new_rows": _READ, "new_answers": _ADD}
+"""What is done with new places, with new rows, and with new answers that the Buffer did not store."""
 _ANSWER = pa.schema(
     {
         **dict.fromkeys(("experience_id", "group_id", "task_id", "source", "status", "stop_reason"), pa.string()),
@@ -255,7 +257,7 @@ class RowIndex:
         sizes = {path.name: path.stat().st_size for path in self._answers}
         about["answers"] = {name: end for name, end in ends.items() if end <= sizes.get(name, -1)}
         stale = {*old.get("extents", ()), *old.get("answers", ())} - kept.keys() - about["answers"].keys()
-        self._write(about, stale, places=table_of_places(state, experts))
+        self._write(about, stale, new_places=table_of_places(state, experts))
         parts = _new_rows(storage, state, {**extents, **experts}, experts.keys(), dict(kept))
         with ThreadPoolExecutor(1, "log") as reading:  # the next rows are read while these are written
             following = reading.submit(next, parts, None)
@@ -263,42 +265,29 @@ class RowIndex:
                 following = reading.submit(next, parts, None)
                 about["extents"] |= part.extents
                 about["damaged"] |= part.damaged
-                self._write(about, part.stale, rows=pa.concat_tables(part.rows) if part.rows else None)
+                new = {"new_rows": pa.concat_tables(part.rows)} if part.rows else {}
+                self._write(about, part.stale, **new)
         for path in self._answers:
             if lines := list(read_lines(path, _answer_row, about["answers"].get(path.name, 0))):
                 about["answers"][path.name] = lines[-1][0]
                 last = {row["experience_id"]: {**row, "file": path.name} for _, row in lines if row}
-                rows = pa.Table.from_pylist([*last.values()], _ANSWER)
-                self._write(about, set(), answers=rows)
+                self._write(about, new_answers=pa.Table.from_pylist([*last.values()], _ANSWER))
         with self.cursor() as connection:
             sql = "select distinct {0} from answers where {0} is not null order by 1 limit 50"
             found = {name: connection.execute(sql.format(name)).fetchall() for name in CHOICES}
         about["choices"] = {name: [value for (value,) in values] for name, values in found.items()}
-        self._write({**about, "files": seen}, set())
+        self._write({**about, "files": seen})
 
-    def _write(
-        self,
-        about: dict[str, Any],
-        stale: set[str],
-        places: pa.Table | None = None,
-        rows: pa.Table | None = None,
-        answers: pa.Table | None = None,
-    ) -> None:
-        """Change the tables in one transaction: without the rows of ``stale`` files, and with new places, rows and
-        answers that the Buffer did not store."""
+    def _write(self, about: dict[str, Any], stale: Set[str] = frozenset(), **changes: pa.Table) -> None:
+        """Change the tables in one transaction: without the rows of ``stale`` files, and with the tables of `_CHANGES`
+        by name."""
         with self._database.cursor() as connection:
             connection.begin()
             if stale:
                 connection.execute("delete from rows where file in (select unnest($1))", [list(stale)])
-            if places is not None:
-                connection.register("new_places", places)
-                connection.execute(_MOVE)
-            if rows is not None:
-                connection.register("new_rows", rows)
-                connection.execute(_READ)
-            if answers is not None:
-                connection.register("new_answers", answers)
-                connection.execute(_ADD)
+            for name, table in changes.items():
+                connection.register(name, table)
+                connection.execute(_CHANGES[name])
             connection.execute("update about set value = $1", [json.dumps(about)])
             connection.commit()
         self.generation += 1

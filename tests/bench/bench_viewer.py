@@ -22,11 +22,11 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from rayrft.buffer.events import Began, Extent, GroupReport, StoredGroup, StoredRows
+from rayrft.buffer.events import Extent, GroupReport, StoredGroup, StoredRows
 from rayrft.buffer.groups import GroupStatus, group_key
 from rayrft.buffer.log.segments import segment_name, with_schema
 from rayrft.buffer.state import State
-from rayrft.buffer.transitions import apply
+from rayrft.buffer.transitions.contents import Began
 from rayrft.config import dump_config, load_config
 from rayrft.config.buffer import SamplerConfig
 from rayrft.config.serve import ViewerConfig
@@ -87,7 +87,7 @@ class Log:
         self.folder, self._template = folder, template(length, folder.parent / "images")
         folder.mkdir(parents=True)
         self.state = State(SamplerConfig(), 0, None)
-        apply(self.state, Began("run", SCHEMA_VERSION))
+        Began("run", SCHEMA_VERSION).apply(self.state)
         self.groups, self._segment = 0, 0
 
     def append(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rayrft import files
 from rayrft.buffer.log import storage
 
 _CHANGES = ("makedirs", "write", "pwrite", "fsync", "fdatasync", "replace", "truncate", "ftruncate", "unlink")
@@ -29,7 +30,8 @@ class Disk:
         self.calls: list[tuple[str, str]] = []
         self.stop(None)
         self._names: dict[int, str] = {}
-        monkeypatch.setattr(storage, "os", self)
+        for module in (storage, files):
+            monkeypatch.setattr(module, "os", self)
 
     def stop(self, left: int | None, failure: BaseException | None = None) -> None:
         self._left, self._failure = left, failure or Killed()

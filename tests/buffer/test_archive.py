@@ -10,14 +10,16 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rayrft.buffer import events as e
+from rayrft.buffer.events import Event
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.log.journal import EventJournal
 from rayrft.buffer.log.segments import read_log_rows, segment_name
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.reader import ARCHIVE_SCHEMA, Archive, StateReader
 from rayrft.buffer.state import State
-from rayrft.buffer.transitions import apply
+from rayrft.buffer.transitions import decode
+from rayrft.buffer.transitions.contents import Began
+from rayrft.buffer.transitions.leases import VersionAdvanced
 from rayrft.config import dump_config, load_config
 from rayrft.config.buffer import SamplerConfig
 from rayrft.data.task_sampler import TaskSetSpec
@@ -223,16 +225,16 @@ class Writer:
         self._state = State(SamplerConfig(), 0, None)
         self._journal = EventJournal(Storage(folder))
         self._journal.open()
-        self._write(e.Began("run", SCHEMA_VERSION))
+        self._write(Began("run", SCHEMA_VERSION))
         self.compact()
 
     def compact(self) -> None:
         self._journal.begin(self._state.to_snapshot())
         self.version += 1
-        self._write(e.VersionAdvanced(self.version))
+        self._write(VersionAdvanced(self.version))
 
-    def _write(self, event: e.Event) -> None:
-        apply(self._state, event)
+    def _write(self, event: Event) -> None:
+        event.apply(self._state)
         self._journal.append([event])
 
 
@@ -298,11 +300,10 @@ def test_a_log_is_read_from_where_it_was_read_to(tmp_path: Path, monkeypatch: py
     storage = Storage(buffer.folder)
     reader, decoded = StateReader(storage, SamplerConfig(), 0), list[bytes]()
 
-    def counted(line: bytes) -> e.Event:
+    def counted(line: bytes) -> Event:
         decoded.append(line)
         return decode(line)
 
-    decode = e.decode
     monkeypatch.setattr("rayrft.buffer.log.journal.decode", counted)
 
     def read() -> int:

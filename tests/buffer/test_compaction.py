@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from rayrft.buffer import events as e
 from rayrft.buffer.client import BufferWriter
-from rayrft.buffer.events import Extent
+from rayrft.buffer.events import Extent, FeedbackNoted, GroupReport
 from rayrft.buffer.state import State
-from rayrft.buffer.transitions import apply
+from rayrft.buffer.transitions.contents import GroupDropped, SegmentsDeleted
 from rayrft.config.buffer import SamplerConfig
 from rayrft.experience import Experience, to_batch
 from tests.buffer.in_process import LocalBuffer
@@ -196,10 +195,10 @@ def test_a_group_that_was_used_is_evicted_before_others(opened: Opened) -> None:
 def test_what_is_remembered_of_rejected_groups_and_late_feedback_does_not_grow_with_the_run() -> None:
     state = State(SamplerConfig(), 0, None)
     for key in [*range(10_050), 10_049]:
-        apply(state, e.GroupDropped(None, {"rejected": 1}, e.GroupReport(rows=1), key=key, digest=7))
+        GroupDropped(None, {"rejected": 1}, GroupReport(rows=1), key=key, digest=7).apply(state)
     remembered, counted = len(state.contents.rejected_keys), state.contents.ledger.sampled
     assert (remembered, counted) == (10_000, 10_050), "a repeat counts once"
     state.contents.extents = {1: Extent(1), 2: Extent(2)}
-    apply(state, e.FeedbackNoted(1, "a/0", 1.0, {}, 0))
-    apply(state, e.SegmentsDeleted([1]))
+    FeedbackNoted(1, "a/0", 1.0, {}, 0).apply(state)
+    SegmentsDeleted([1]).apply(state)
     assert state.contents.late_feedback == {} and state.contents.late_feedback_count == 1

@@ -9,14 +9,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rayrft.buffer import events as e
-from rayrft.buffer.events import Extent
+from rayrft.buffer.events import Event, Extent
 from rayrft.buffer.log import segments
 from rayrft.buffer.log.journal import EventJournal
 from rayrft.buffer.log.row_log import RowLog, RowSpan
 from rayrft.buffer.log.segments import segment_name
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import State
+from rayrft.buffer.transitions.contents import Began, TaskFailed
+from rayrft.buffer.transitions.leases import StepAcked, VersionAdvanced
 from rayrft.errors import StorageError
 from rayrft.experience import SCHEMA, SCHEMA_VERSION, pack, to_batch
 from tests.buffer.in_process import small
@@ -24,16 +25,16 @@ from tests.buffer.rows import group
 from tests.errors import about
 
 CONFIG = small(segment_bytes=6000)
-EVENTS: list[e.Event] = [
-    e.Began("run", SCHEMA_VERSION),
-    e.VersionAdvanced(1),
-    e.TaskFailed(3, "no\nreason\r\x85"),
-    e.StepAcked(2),
+EVENTS: list[Event] = [
+    Began("run", SCHEMA_VERSION),
+    VersionAdvanced(1),
+    TaskFailed(3, "no\nreason\r\x85"),
+    StepAcked(2),
 ]
 pytestmark = pytest.mark.usefixtures("objects")
 
 
-def journal_of(folder: Path, events: list[e.Event]) -> Path:
+def journal_of(folder: Path, events: list[Event]) -> Path:
     """A journal with these events; gives its file."""
     journal = EventJournal(Storage(folder))
     journal.open()

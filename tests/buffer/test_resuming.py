@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from rayrft.buffer.events import Extent
+from rayrft.buffer.expert_cursor import ExpertCursor
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.schedule import Ticket
-from rayrft.buffer.state import ExpertCursor
 from rayrft.config.buffer import SamplerConfig
 from rayrft.errors import RayrftError, StorageError
 from tests.buffer.disk import Disk

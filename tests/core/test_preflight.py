@@ -203,8 +203,9 @@ def test_a_reward_must_accept_some_references(reward: str, options: dict[str, An
 
 @pytest.mark.parametrize("reward", ["exact", "k12", "math", "vision"])
 def test_a_reward_that_needs_answers_is_refused_where_no_task_has_one(reward: str) -> None:
-    with pytest.raises(ConfigError, match="source 0 have none", check=about("reward.name", reward)):
-        scored(reward, [""] * 3)
+    for workflow in ("single_turn", "tool_calling"):
+        with pytest.raises(ConfigError, match="source 0 have none", check=about("reward.name", reward)):
+            scored(reward, [""] * 3, workflow)
     assert scored(reward, [""] * 3, workflow="episode") == [], "the environment gives the rewards"
     assert scored("format", [""] * 3) == []
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayrft.buffer.events import Extent
-from rayrft.buffer.state import ExpertCursor
+from rayrft.buffer.expert_cursor import ExpertCursor
 from rayrft.config import load_config
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
 from rayrft.data.demonstrations import RowEncoder, from_dataset, from_source, from_tasks, hold_out

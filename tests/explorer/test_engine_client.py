@@ -256,7 +256,7 @@ class DiesWhileItStreams(Answering):
 
     async def generate(self, request: Request, stream: Any = None) -> list[Completion]:
         for token in self._token_ids:
-            stream.add([token], [-0.5], 3)
+            stream.add(Chunk((token,), (-0.5,), (3,)))
         await self.arrived.wait()
         raise ActorDied("the core ended", field="engine")
 
@@ -270,7 +270,7 @@ class Streams(Answering):
 
     async def generate(self, request: Request, stream: Any = None) -> list[Completion]:
         self.asked.append(request)
-        stream.add([8], [-1.0], 4)
+        stream.add(Chunk((8,), (-1.0,), (4,)))
         return [Completion((8, 1), (-1.0, -2.0), ((0, 2, 4),), "stop")]
 
 

@@ -224,14 +224,14 @@ class Endless(Answering):
         [first] = request.prompt
         self.running += 1
         try:
-            while first not in self.interrupted and len(stream.token_ids) < request.sampling.max_tokens:
-                stream.add([first + len(stream.token_ids)], [-1.0], 0)
+            while first not in self.interrupted and len(stream.chunks) < request.sampling.max_tokens:
+                stream.add(exchange.Chunk((first + len(stream.chunks),), (-1.0,), (0,)))
                 for _ in range(self.rng.choice([0, 0, 1, 5])):
                     await asyncio.sleep(0)
         finally:
             self.running -= 1
-        ids = tuple(stream.token_ids)
-        return [Completion(ids, tuple(stream.logprobs), ((0, len(ids), 0),), "stop")]
+        tokens = exchange.Chunk.joined(stream.chunks)
+        return [Completion(tokens.token_ids, tokens.logprobs, ((0, len(tokens.token_ids), 0),), "stop")]
 
     async def interrupt(self, request: Request) -> None:
         self.interrupted.add(request.prompt[0])

@@ -24,9 +24,10 @@ import pytest
 
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult
-from rayrft.rewards import code as module
-from rayrft.rewards.code import extract, headers
+from rayrft.rewards import code_trial as module
+from rayrft.rewards.code import extract
 from rayrft.rewards.code_runner import encode_value
+from rayrft.rewards.code_trial import headers
 from rayrft.rewards.code_values import literal, same_text, same_value
 from rayrft.rewards.sandbox import Process, Sandbox, SandboxLimits
 from tests.rewards import scored

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rayrft.algorithms import build
 from rayrft.buffer.events import Extent
+from rayrft.buffer.expert_cursor import ExpertCursor
 from rayrft.buffer.leases import BlockRows, Unit, deal
-from rayrft.buffer.state import ExpertCursor
 from rayrft.errors import DataError
 from rayrft.experience import Experience, from_batch, to_batch
 from rayrft.trainer.batches import TrainRow, micro_batches, mismatched, read_rows

@@ -24,8 +24,10 @@ from dataclasses import dataclass
 import pyarrow as pa
 from pydantic import ValidationError
 
-from rayrft.buffer.events import Began, Event, check_version, decode, encode
+from rayrft.buffer.events import Event, check_version
 from rayrft.buffer.log.storage import Appender, Storage
+from rayrft.buffer.transitions import decode, encode
+from rayrft.buffer.transitions.contents import Began
 from rayrft.errors import StorageError
 
 SNAPSHOT_BYTES = 8 << 20

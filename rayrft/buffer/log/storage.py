@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from rayrft.errors import StorageError
-from rayrft.files import held, lock_file, storage_error
+from rayrft.files import atomic_file, held, lock_file, storage_error, sync
 
 _REMEDY = {
     errno.ENOSPC: "free disk space and start again: nothing that was acknowledged is lost",
@@ -66,18 +66,11 @@ class Storage:
     @held
     def write(self, name: str, data: bytes | pa.Buffer) -> None:
         """Write a file atomically: a crash leaves the previous file."""
-        partial = self.folder / f".{name}.partial"
+        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY
         with self._errors(name):
-            try:
-                with _opened(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY) as descriptor:
-                    _write(descriptor, data)
-                    os.fsync(descriptor)
-                os.replace(partial, self.folder / name)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(partial)  # on a full disk every byte counts
-                raise
-            self._sync_folder()
+            with atomic_file(self.folder / name) as partial, _opened(partial, flags) as descriptor:
+                _write(descriptor, data)
+            sync(self.folder)
 
     def read(self, name: str) -> pa.Buffer:
         """Return the bytes of a file, memory-mapped. Raises FileNotFoundError if there is none."""
@@ -103,13 +96,8 @@ class Storage:
         """Open a file for appending: a new one, or one of this size."""
         with self._errors(name):
             descriptor = os.open(self.folder / name, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
-            self._sync_folder()
+            sync(self.folder)  # the name of a new file is as durable as its folder
             return Appender(self, name, descriptor, size)
-
-    def _sync_folder(self) -> None:
-        # The name of a new file is as durable as its folder.
-        with _opened(self.folder, os.O_RDONLY) as descriptor:
-            os.fsync(descriptor)
 
     @contextlib.contextmanager
     def _errors(self, name: str, *, absent: bool = False) -> Iterator[None]:

@@ -3,58 +3,74 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import field, replace
 
 import numpy as np
 
-from rayrft.buffer import events as e
+from rayrft.buffer.events import Event, Extent, GroupReport, StoredGroup
+from rayrft.buffer.expert_cursor import ExpertCursor
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.schedule import Ticket
-from rayrft.buffer.state import ExpertCursor, ParkedTicket, State, rule
+from rayrft.buffer.state import ParkedTicket, State
 
 _REJECTED = 10_000
 """Groups that were rejected and are remembered, so that a repeat of one is not counted again."""
 
 
-@rule(e.Began)
-def began(state: State, event: e.Began) -> None:
-    state.meta.run, state.meta.schema = event.run, event.schema
+class Began(Event):
+    run: str
+    schema: str
+
+    def apply(self, state: State) -> None:
+        state.meta.run, state.meta.schema = self.run, self.schema
 
 
-@rule(e.GroupsStored)
-def stored(state: State, event: e.GroupsStored) -> None:
-    state.contents.extents[event.extent.segment] = event.extent
-    for group in event.groups:
-        if not state.expects(group.key, group.sequence):
-            continue
-        slot = _add(state, group, event.extent.segment)
-        state.set_score(slot, group.stored.score)
-        ticket = _report(state, group.sequence, group.dropped, group.report)
-        if ticket is not None and ticket.feed:
-            ticket, state.groups.sequence[slot] = None, -1  # it belongs to no stage
-        if not _finish(state, ticket, slot, group.stored.version):
-            state.retire("late", slot)
+class GroupsStored(Event):
+    """Groups were stored in the segment that now has this extent."""
+
+    extent: Extent
+    groups: list[StoredGroup]
+
+    def apply(self, state: State) -> None:
+        state.contents.extents[self.extent.segment] = self.extent
+        for group in self.groups:
+            if not state.expects(group.key, group.sequence):
+                continue
+            slot = _add(state, group, self.extent.segment)
+            state.set_score(slot, group.stored.score)
+            ticket = _report(state, group.sequence, group.dropped, group.report)
+            if ticket is not None and ticket.feed:
+                ticket, state.groups.sequence[slot] = None, -1  # it belongs to no stage
+            if not _finish(state, ticket, slot, group.stored.version):
+                state.retire("late", slot)
 
 
-@rule(e.GroupParked)
-def parked(state: State, event: e.GroupParked) -> None:
-    stage, group, sequence = state.stage, event.group, event.group.sequence
-    state.contents.extents[event.extent.segment] = event.extent
-    if sequence is None or not state.expects(group.key, sequence):
-        return
-    if state.outstanding[sequence].ticket.resumes != event.resumes:
-        return  # a late repeat: the group has been resumed since
-    slot = _add(state, group, event.extent.segment)
-    state.groups.set_status(slot, GroupStatus.PARKED)
-    ticket = state.outstanding.pop(sequence).ticket
-    stage.schedule.release(sequence)
-    if sequence < stage.first_sequence:
-        state.retire("unfinished", slot)
-    else:
-        stage.begun[sequence], stage.parked[sequence] = slot, ParkedTicket(ticket, state.training.version)
+class GroupParked(Event):
+    """Calls of a group's unfinished attempts were stored in the segment of this extent. Its ticket is issued again."""
+
+    extent: Extent
+    group: StoredGroup
+    resumes: int
+    """Of the ticket."""
+
+    def apply(self, state: State) -> None:
+        stage, group, sequence = state.stage, self.group, self.group.sequence
+        state.contents.extents[self.extent.segment] = self.extent
+        if sequence is None or not state.expects(group.key, sequence):
+            return
+        if state.outstanding[sequence].ticket.resumes != self.resumes:
+            return  # a late repeat: the group has been resumed since
+        slot = _add(state, group, self.extent.segment)
+        state.groups.set_status(slot, GroupStatus.PARKED)
+        ticket = state.outstanding.pop(sequence).ticket
+        stage.schedule.release(sequence)
+        if sequence < stage.first_sequence:
+            state.retire("unfinished", slot)
+        else:
+            stage.begun[sequence], stage.parked[sequence] = slot, ParkedTicket(ticket, state.training.version)
 
 
-def _add(state: State, group: e.StoredGroup, segment: int) -> int:
+def _add(state: State, group: StoredGroup, segment: int) -> int:
     """Add a group that has arrived, in place of its parked calls; return its slot."""
     state.discard_calls(group.sequence)
     slot = state.groups.add(group, segment, state.contents.arrivals)
@@ -63,33 +79,47 @@ def _add(state: State, group: e.StoredGroup, segment: int) -> int:
     return slot
 
 
-@rule(e.GroupDropped)
-def dropped(state: State, event: e.GroupDropped) -> None:
-    if event.sequence is not None and event.sequence not in state.outstanding:
-        return
-    if event.sequence is None and event.key is not None:
-        keys = state.contents.rejected_keys
-        known, keys[event.key] = keys.pop(event.key, None), event.digest
-        if known == event.digest:
+class GroupDropped(Event):
+    """A group was dropped without storing any row."""
+
+    sequence: int | None
+    dropped: dict[str, int]
+    report: GroupReport
+    key: int | None = None
+    digest: int = 0
+    """Checksum of a rejected group without a ticket."""
+
+    def apply(self, state: State) -> None:
+        if self.sequence is not None and self.sequence not in state.outstanding:
             return
-        if len(keys) > _REJECTED:
-            del keys[next(iter(keys))]
-    state.discard_calls(event.sequence)
-    _report(state, event.sequence, event.dropped, event.report)
-    if event.sequence is not None:
-        state.stage.schedule.release(event.sequence)
+        if self.sequence is None and self.key is not None:
+            keys = state.contents.rejected_keys
+            known, keys[self.key] = keys.pop(self.key, None), self.digest
+            if known == self.digest:
+                return
+            if len(keys) > _REJECTED:
+                del keys[next(iter(keys))]
+        state.discard_calls(self.sequence)
+        _report(state, self.sequence, self.dropped, self.report)
+        if self.sequence is not None:
+            state.stage.schedule.release(self.sequence)
 
 
-@rule(e.TaskFailed)
-def task_failed(state: State, event: e.TaskFailed) -> None:
-    if (held := state.outstanding.pop(event.sequence, None)) is not None:
-        state.discard_calls(event.sequence)
-        state.contents.ledger.dropped_tasks[event.reason] += 1
-        state.stage.schedule.release(event.sequence)
-        state.feeds[held.ticket.feed].groups += 1
+class TaskFailed(Event):
+    """A task gave no rows."""
+
+    sequence: int
+    reason: str
+
+    def apply(self, state: State) -> None:
+        if (held := state.outstanding.pop(self.sequence, None)) is not None:
+            state.discard_calls(self.sequence)
+            state.contents.ledger.dropped_tasks[self.reason] += 1
+            state.stage.schedule.release(self.sequence)
+            state.feeds[held.ticket.feed].groups += 1
 
 
-def _report(state: State, sequence: int | None, dropped: dict[str, int], report: e.GroupReport) -> Ticket | None:
+def _report(state: State, sequence: int | None, dropped: dict[str, int], report: GroupReport) -> Ticket | None:
     """Count a producer's report on a group; return the group's ticket."""
     ledger = state.contents.ledger
     for reason, rows in dropped.items():
@@ -118,60 +148,84 @@ def _finish(state: State, ticket: Ticket | None, slot: int, version: int) -> boo
     return stage.schedule.finish(replace(ticket, deadline=deadline), slot)
 
 
-@rule(e.GroupsEvicted)
-def evicted(state: State, event: e.GroupsEvicted) -> None:
-    for slot in event.slots:
-        state.stage.schedule.remove(slot)
-    state.retire(event.reason, *event.slots)
+class GroupsEvicted(Event):
+    slots: list[int]
+    reason: str
+
+    def apply(self, state: State) -> None:
+        for slot in self.slots:
+            state.stage.schedule.remove(slot)
+        state.retire(self.reason, *self.slots)
 
 
-@rule(e.GroupsMoved)
-def moved(state: State, event: e.GroupsMoved) -> None:
-    state.contents.extents[event.extent.segment] = event.extent
-    row = event.row
-    for slot in event.slots:
-        state.groups.move(slot, event.extent.segment, row)
-        row += int(state.groups.rows[slot])
-        if event.score is not None:
-            state.set_score(slot, event.score)
+class GroupsMoved(Event):
+    """Groups were rewritten contiguously from row ``row`` of the extent's segment."""
+
+    extent: Extent
+    slots: list[int]
+    row: int
+    score: float | None = None
+    """New score if feedback changed the rows."""
+
+    def apply(self, state: State) -> None:
+        state.contents.extents[self.extent.segment] = self.extent
+        row = self.row
+        for slot in self.slots:
+            state.groups.move(slot, self.extent.segment, row)
+            row += int(state.groups.rows[slot])
+            if self.score is not None:
+                state.set_score(slot, self.score)
 
 
-@rule(e.SegmentsDeleted)
-def deleted(state: State, event: e.SegmentsDeleted) -> None:
-    contents, groups, gone = state.contents, state.groups, {*event.forgotten}
-    for segment in event.segments:
-        del contents.extents[segment]
-        noted = contents.late_feedback.pop(segment, [])
-        if gone and (kept := [each for each in noted if each.experience_id not in gone]):  # its other groups were moved
-            contents.late_feedback.setdefault(max(contents.extents), []).extend(kept)
-        groups.live.pop(segment, None)
-    groups.forget(np.flatnonzero(np.isin(groups.segment, event.segments) & (groups.status != GroupStatus.FREE)))
+class SegmentsDeleted(Event):
+    segments: list[int]
+    forgotten: list[str] = field(default_factory=list)
+    """Experience ids whose late feedback is deleted, too."""
+
+    def apply(self, state: State) -> None:
+        contents, groups, gone = state.contents, state.groups, {*self.forgotten}
+        for segment in self.segments:
+            del contents.extents[segment]
+            noted = contents.late_feedback.pop(segment, [])
+            # Its other groups were moved.
+            if gone and (kept := [each for each in noted if each.experience_id not in gone]):
+                contents.late_feedback.setdefault(max(contents.extents), []).extend(kept)
+            groups.live.pop(segment, None)
+        groups.forget(np.flatnonzero(np.isin(groups.segment, self.segments) & (groups.status != GroupStatus.FREE)))
 
 
-@rule(e.FeedbackNoted)
-def feedback_noted(state: State, event: e.FeedbackNoted) -> None:
-    noted = state.contents.late_feedback.setdefault(event.segment, [])
-    if event not in noted:  # else it is a repeat
-        noted.append(event)
-        state.contents.late_feedback_count += 1
+class DemonstrationsLoaded(Event):
+    """Demonstrations are stored in the file ``expert-<name>-<segment>.arrow`` of this extent."""
+
+    name: str
+    extent: Extent
+    unit: int = 1
+    """Rows per unit: 2 for preference pairs."""
+    labelled: bool = False
+    """Whether they are single answers that are labelled good or bad."""
+
+    def apply(self, state: State) -> None:
+        experts, extent = state.contents.experts, self.extent
+        if self.name not in experts or experts[self.name].loaded != extent:  # else it is a repeat: the draws continue
+            cursor = ExpertCursor(extent, state.seed, self.unit, labelled=self.labelled, loaded=extent)
+            experts[self.name] = cursor
 
 
-@rule(e.DemonstrationsLoaded)
-def loaded(state: State, event: e.DemonstrationsLoaded) -> None:
-    experts, extent = state.contents.experts, event.extent
-    if event.name not in experts or experts[event.name].loaded != extent:  # else it is a repeat: the draws continue
-        cursor = ExpertCursor(extent, state.seed, event.unit, labelled=event.labelled, loaded=extent)
-        experts[event.name] = cursor
+class DemonstrationsExtended(DemonstrationsLoaded):
+    """Demonstrations were added to those of a name, whose file has this extent now."""
+
+    def apply(self, state: State) -> None:
+        experts = state.contents.experts
+        if self.name not in experts:
+            experts[self.name] = ExpertCursor(self.extent, state.seed, self.unit, labelled=self.labelled)
+        experts[self.name].grow(self.extent)
 
 
-@rule(e.DemonstrationsExtended)
-def extended(state: State, event: e.DemonstrationsExtended) -> None:
-    experts = state.contents.experts
-    if event.name not in experts:
-        experts[event.name] = ExpertCursor(event.extent, state.seed, event.unit, labelled=event.labelled)
-    experts[event.name].grow(event.extent)
+class DemonstrationsWithdrawn(Event):
+    """Demonstrations of a name are not drawn any more, by their row numbers; leases that have them keep them."""
 
+    name: str
+    rows: list[int]
 
-@rule(e.DemonstrationsWithdrawn)
-def withdrawn(state: State, event: e.DemonstrationsWithdrawn) -> None:
-    state.contents.experts[event.name].exclude(event.rows)
+    def apply(self, state: State) -> None:
+        state.contents.experts[self.name].exclude(self.rows)

@@ -129,25 +129,13 @@ _Begun = tuple[_Engine, _Cost]
 _answers = attrgetter("answers")
 
 
-class _Stream:
-    """The one answer of a request that streams: its tokens so far, which another engine can continue."""
-
-    def __init__(self, on_tokens: TokenCallback) -> None:
-        self._on_tokens = on_tokens
-        self._chunks: list[Chunk] = []
-
-    def __call__(self, chunk: Chunk) -> None:
-        self._chunks.append(chunk)
-        self._on_tokens(chunk)
-
-    def so_far(self) -> Completion:
-        tokens, logprobs, versions, alternatives = (
-            tuple(itertools.chain.from_iterable(map(attrgetter(name), self._chunks)))
-            for name in ("token_ids", "logprobs", "versions", "alternatives")
-        )
-        edges = [at for at in range(len(tokens) + 1) if versions[at - 1 : at] != versions[at : at + 1]]
-        spans = tuple((first, end, versions[first]) for first, end in itertools.pairwise(edges))
-        return Completion(tokens, logprobs, spans, INTERRUPTED, alternatives)
+def _so_far(chunks: Sequence[Chunk]) -> Completion:
+    """Return the begun answer of a request that streams, which another engine can continue."""
+    whole = Chunk.joined(chunks)
+    versions = whole.versions
+    edges = [at for at in range(len(versions) + 1) if versions[at - 1 : at] != versions[at : at + 1]]
+    spans = tuple((first, end, versions[first]) for first, end in itertools.pairwise(edges))
+    return Completion(whole.token_ids, whole.logprobs, spans, INTERRUPTED, whole.alternatives)
 
 
 def _why_ended(answer: Completion, sampling: Sampling) -> str | None:
@@ -211,9 +199,16 @@ class EngineClient:
         request failed for another reason. Raises ActorDied if engines that die are not replaced, RequestRefused, and
         DataError for images that cannot be read.
         """
-        stream = _Stream(on_tokens) if on_tokens is not None else None
+        chunks = list[Chunk]()
+
+        def take(chunk: Chunk) -> None:
+            chunks.append(chunk)
+            if on_tokens is not None:
+                on_tokens(chunk)
+
+        stream = take if on_tokens is not None else None
         for tries_left in reversed(range(_TRIES)):
-            before = stream.so_far() if stream is not None else UNBEGUN
+            before = _so_far(chunks) if chunks else UNBEGUN
             rest = request
             if before.token_ids:
                 if ended := _why_ended(before, request.sampling):

@@ -13,7 +13,7 @@ import gc
 import os
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rayrft.config.explorer import EngineConfig
@@ -21,7 +21,7 @@ from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ConfigError, ModelError, RequestRefused, first_line
 from rayrft.explorer.engines.arguments import engine_arguments
 from rayrft.explorer.engines.core_output import printed_bytes, start_failure
-from rayrft.explorer.engines.exchange import Alternatives, Answering, Capacity, Chunk, Completion, Request, Stream
+from rayrft.explorer.engines.exchange import Answering, Capacity, Chunk, Completion, Request, Stream
 from rayrft.runtime.handle import Watched, once
 from rayrft.runtime.loading import LoadProgress
 from rayrft.runtime.ray_api import ray
@@ -153,23 +153,18 @@ class RolloutEngine(Answering, Watched):
             raise _core_ended() from None
         finally:
             self._names.pop(id(request), None)
-        prompt = None
+        prompt, count = None, request.alternatives
         if request.scored:
-            ids, scores = tuple(request.prompt[1:]), (output.prompt_logprobs or [])[1:]
-            prompt = Chunk(ids, _logprobs(ids, scores), alternatives=_alternatives(scores, request.alternatives))
-        return [
-            Completion(
-                token_ids=tuple(stream.token_ids if stream else answer.token_ids),
-                logprobs=tuple(stream.logprobs) if stream else _logprobs(answer.token_ids, answer.logprobs),
-                versions=tuple((span.start, span.end, int(span.version)) for span in answer.weight_versions or ()),
-                stop_reason=answer.finish_reason or "unknown",
-                alternatives=tuple(stream.alternatives)
-                if stream
-                else _alternatives(answer.logprobs, request.alternatives),
-                prompt=prompt,
+            prompt = _scored(request.prompt[1:], (output.prompt_logprobs or [])[1:], count)
+        completions = []
+        for answer in output.outputs:
+            tokens = Chunk.joined(stream.chunks) if stream else _scored(answer.token_ids, answer.logprobs, count)
+            spans = tuple((span.start, span.end, int(span.version)) for span in answer.weight_versions or ())
+            reason = answer.finish_reason or "unknown"
+            completions.append(
+                Completion(tokens.token_ids, tokens.logprobs, spans, reason, tokens.alternatives, prompt)
             )
-            for answer in output.outputs
-        ]
+        return completions
 
     async def capacity(self) -> Capacity:
         cache = self._engine.vllm_config.cache_config
@@ -184,7 +179,7 @@ class RolloutEngine(Answering, Watched):
         """Return the log-prob at temperature 1 of every token but the first, given its prefix."""
         params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         output = await self._run(token_ids, images, params, uuid.uuid4().hex)
-        return list(_logprobs(token_ids[1:], (output.prompt_logprobs or [])[1:]))
+        return list(_scored(token_ids[1:], (output.prompt_logprobs or [])[1:], 0).logprobs)
 
     async def connect(self, link: Link, first: int) -> None:
         """Connect to the trainer's ranks; ``first`` is the index of this engine's first worker among the receivers."""
@@ -331,9 +326,8 @@ class RolloutEngine(Answering, Watched):
             last, scores = output, scores or output.prompt_logprobs
             if stream:
                 sampled = output.outputs[0]
-                logprobs = _logprobs(sampled.token_ids, sampled.logprobs)
-                others = _alternatives(sampled.logprobs, params.logprobs or 0)
-                stream.add(sampled.token_ids, logprobs, self._version, others)
+                chunk = _scored(sampled.token_ids, sampled.logprobs, params.logprobs or 0)
+                stream.add(replace(chunk, versions=(self._version,) * len(chunk.token_ids)))
         assert last is not None  # a request that does not finish raises
         last.prompt_logprobs = scores  # a stream brings them with its first tokens
         if images and list(last.prompt_token_ids) != token_ids:
@@ -355,16 +349,14 @@ class RolloutEngine(Answering, Watched):
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
 
 
-def _logprobs(token_ids: Sequence[int], scores: Scores) -> tuple[float, ...]:
-    return tuple((at or {})[token].logprob for at, token in zip(scores or (), token_ids, strict=True))
-
-
-def _alternatives(scores: Scores, count: int) -> tuple[Alternatives, ...]:
-    """Return the most probable tokens of every position; vLLM adds the token that stands there to them."""
-    if not count:
-        return ()
-    ranked = (sorted((at or {}).items(), key=lambda each: -each[1].logprob)[:count] for at in scores or ())
-    return tuple(tuple((token, each.logprob) for token, each in best) for best in ranked)
+def _scored(token_ids: Sequence[int], scores: Scores, count: int) -> Chunk:
+    """Return tokens with their log-probs and the ``count`` most probable tokens of every position; vLLM adds the token
+    that stands there to them."""
+    known = [at or {} for at in scores or ()]
+    logprobs = tuple(at[token].logprob for at, token in zip(known, token_ids, strict=True))
+    ranked = (sorted(at.items(), key=lambda each: -each[1].logprob)[:count] for at in known if count)
+    others = tuple(tuple((token, each.logprob) for token, each in best) for best in ranked)
+    return Chunk(tuple(token_ids), logprobs, alternatives=others)
 
 
 def _own_name() -> str:

@@ -15,7 +15,8 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextvars import Context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 from rayrft.config.explorer import RepetitionConfig
@@ -76,6 +77,12 @@ class Chunk:
         kept = slice(first, end)
         return Chunk(self.token_ids[kept], self.logprobs[kept], self.versions[kept], self.alternatives[kept])
 
+    @classmethod
+    def joined(cls, chunks: Sequence[Chunk]) -> Chunk:
+        """Return the tokens of chunks that follow one another."""
+        columns = (map(attrgetter(each.name), chunks) for each in fields(cls))
+        return cls(*(tuple(itertools.chain.from_iterable(column)) for column in columns))
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -135,36 +142,19 @@ class Stream:
 
     def __init__(self, arrived: Callable[[Stream], None]) -> None:
         self._arrived = arrived
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.alternatives: list[Alternatives] = []
+        self.chunks: list[Chunk] = []
         self._taken = 0
 
-    def add(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        version: int,
-        alternatives: Sequence[Alternatives] = (),
-    ) -> None:
-        """Append tokens that were sampled with weights of this version."""
-        if token_ids:
-            self.token_ids += token_ids
-            self.logprobs += logprobs
-            self.versions += [version] * len(token_ids)
-            self.alternatives += alternatives
+    def add(self, chunk: Chunk) -> None:
+        """Append tokens."""
+        if chunk.token_ids:
+            self.chunks.append(chunk)
             self._arrived(self)
 
     def take(self) -> Chunk:
         """Return the tokens since the last call."""
-        first, self._taken = self._taken, len(self.token_ids)
-        return Chunk(
-            tuple(self.token_ids[first:]),
-            tuple(self.logprobs[first:]),
-            tuple(self.versions[first:]),
-            tuple(self.alternatives[first:]),
-        )
+        first, self._taken = self._taken, len(self.chunks)
+        return Chunk.joined(self.chunks[first:])
 
 
 @dataclass

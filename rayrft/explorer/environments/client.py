@@ -25,9 +25,9 @@ from rayrft.errors import (
 from rayrft.experience import Task
 from rayrft.explorer.environments import base
 from rayrft.explorer.environments.base import Environment, Observation, Pictured, Step
-from rayrft.pipelines.run.process import in_thread
 from rayrft.runtime.processes.pool import ProcessPool
 from rayrft.runtime.processes.worker import Worker
+from rayrft.runtime.waits import in_thread
 
 log = logging.getLogger(__name__)
 

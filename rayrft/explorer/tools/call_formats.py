@@ -78,7 +78,7 @@ class HermesCalls(CallFormat):
     async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | MalformedCall]:
         # The last one may lack its end, as serving engines allow.
         found = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", answer, re.S)
-        return [_call(_decoded(text.strip())) for text in found]
+        return [_call(text.strip()) for text in found]
 
     def written(self, call: str) -> str:
         return f"<tool_call>{call}</tool_call>"
@@ -185,13 +185,6 @@ def probe_template(tokenizer: ChatTokenizer) -> Probe | None:
     return None
 
 
-def _decoded(text: str) -> Any:
-    try:
-        return _DECODER.decode(text)
-    except (ValueError, RecursionError) as error:
-        return MalformedCall(f"the call is not JSON: {error}")
-
-
 def _harmony_call(name: str, rest: str) -> ToolCall | MalformedCall:
     start = re.search(r'[{\["]', rest)
     try:
@@ -202,15 +195,15 @@ def _harmony_call(name: str, rest: str) -> ToolCall | MalformedCall:
 
 
 def _call(found: Any) -> ToolCall | MalformedCall:
-    if isinstance(found, MalformedCall):
-        return found
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return MalformedCall('a call is a JSON object with "name", a text, and "arguments", an object')
-    arguments = found.get("arguments", found.get("parameters", {}))
-    if isinstance(arguments, str):  # as in the API of OpenAI
-        arguments = _decoded(arguments)
-    if isinstance(arguments, MalformedCall):
-        return arguments
+    """Return a call from an object, or from its JSON; the arguments may be JSON, too, as in the API of OpenAI."""
+    try:
+        found = _DECODER.decode(found) if isinstance(found, str) else found
+        if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+            return MalformedCall('a call is a JSON object with "name", a text, and "arguments", an object')
+        arguments = found.get("arguments", found.get("parameters", {}))
+        arguments = _DECODER.decode(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError) as error:
+        return MalformedCall(f"the call is not JSON: {error}")
     if not isinstance(arguments, dict):
         return MalformedCall('"arguments" is not a JSON object')
     return ToolCall(found["name"], arguments)

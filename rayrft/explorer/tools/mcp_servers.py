@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import importlib.util
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from rayrft.errors import ConfigError, nearest
 from rayrft.explorer.tools.base import Tool, ToolFailed
-from rayrft.runtime.waits import settle
+from rayrft.runtime.waits import in_thread, settle
 
 if TYPE_CHECKING:
     import mcp_types
@@ -158,9 +157,7 @@ class McpServer:
 
     def _listed(self, wanted: Sequence[str] | None) -> dict[str, Tool]:
         """List the tools by a loop of its own, since workflows are built where none can be awaited."""
-        with ThreadPoolExecutor(1) as thread:
-            found = thread.submit(asyncio.run, self._list()).result()
-        known = {tool.name: tool for tool in found}
+        known = {tool.name: tool for tool in in_thread(self._list)}
         for name in wanted or ():
             if name not in known:
                 raise self._unusable("has no such tool", name, remedy=nearest(name, known))

@@ -12,7 +12,7 @@ from pydantic import Field
 from rayrft.config.base import Section
 from rayrft.experience import Task
 from rayrft.pipelines.operator import AnyColumn, Applied, Operator, register_operator, with_column
-from rayrft.rewards.code import TestRunner
+from rayrft.rewards.code_trial import TestRunner
 from rayrft.rewards.sandbox import Sandbox, SandboxLimits
 
 

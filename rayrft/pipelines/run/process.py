@@ -7,15 +7,11 @@ more than one worker, operators of single rows work in actors (`distributed`).
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +27,7 @@ from rayrft.pipelines.run.distributed import Flow, Segment, distribute
 from rayrft.pipelines.run.host import NoteWork, OperatorHost, OperatorProcess
 from rayrft.pipelines.run.models import ModelServer, OpenModels
 from rayrft.registry import load_plugins
+from rayrft.runtime.waits import in_thread
 
 NoteGiven = Callable[[int, int], None]
 """Takes the number of an operator, and the rows that it was given."""
@@ -216,17 +213,3 @@ async def _whole(batches: Iterable[pa.RecordBatch]) -> Flow:
     for batch in batches:
         if batch.num_rows:
             yield batch
-
-
-def in_thread(work: Callable[[], Any]) -> Any:
-    """Run a coroutine in another thread and event loop, and return its result; the caller may be in an event loop."""
-    done = Future[Any]()
-
-    def run() -> None:
-        try:
-            done.set_result(asyncio.run(work()))
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="rayrft-pipeline", daemon=True).start()
-    return done.result()

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi.responses import Response
 from pydantic import BeforeValidator, Field, create_model
 
-from rayrft.errors import DataError
+from rayrft.data.selection import invalid_condition
 from rayrft.experience import Experience, from_batch, rewards_by_token
 from rayrft.markup import image_content
 from rayrft.runtime.serving.http import ApiError
@@ -100,9 +100,7 @@ def _naming_condition(where: str) -> Iterator[None]:
     except duckdb.Error as error:
         if not where:
             raise
-        remedy = "write DuckDB's SQL, such as reward > 0.5 and stop_reason = 'stop'"
-        problem = f"not a valid condition: {str(error).splitlines()[0].rstrip('!')}"
-        raise DataError(problem, remedy, field="where") from None
+        raise invalid_condition(where, str(error)) from None
 
 
 def _row(runs: Runs, asked: RowRequest) -> dict[str, Any]:
