@@ -293,8 +293,8 @@ class Buffer(Watched):
         slots = {slot for name in experience_ids for slot in groups.of_row(name)} & {*record.slots}
         expert = np.array(record.expert, np.int64)
         if record.demonstrations is not None:
-            names = await self._experts.names(record.demonstrations, record.extent)
-            expert = expert[in_units([names[row] for row in record.expert], record.unit, experience_ids)]
+            names, _ = await self._experts.names(record.demonstrations, record.extent)
+            expert = expert[in_units([names[row] for row in record.expert], record.unit, {*experience_ids})]
         await self.store.commit(leases.RowsBlamed(step, attempt, sorted(slots), np.unique(expert).tolist()))
 
     async def discard_batch(self, step: int) -> None:
@@ -345,7 +345,7 @@ class Buffer(Watched):
             known = self.state.contents.experts.get(name)
             if known is not None:
                 check_kind(name, kind, known.kind)
-            there = [] if known is None else await self._experts.names(name, known.extent)
+            _, there = ([], set()) if known is None else await self._experts.names(name, known.extent)
             batch = batch.take(np.flatnonzero(~in_units(batch.column("experience_id").to_pylist(), kind[0], there)))
             if batch.num_rows:
                 extent = await self._experts.append(name, None if known is None else known.extent, batch)
@@ -360,8 +360,8 @@ class Buffer(Watched):
         async with self.store.move_lock:
             if (known := self.state.contents.experts.get(name)) is None:
                 return 0
-            names = await self._experts.names(name, known.extent)
-            rows = np.flatnonzero(in_units(names, known.unit, experience_ids)).tolist()
+            names, _ = await self._experts.names(name, known.extent)
+            rows = np.flatnonzero(in_units(names, known.unit, {*experience_ids})).tolist()
             await self.store.commit(contents.DemonstrationsWithdrawn(name, rows))
         return len(rows)
 

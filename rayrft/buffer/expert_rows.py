@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -42,8 +41,8 @@ class ExpertBlocks:
         self._storage = storage
         self._state = state
         self._blocks: dict[str, ExpertBlock] = {}
-        self._names: dict[str, list[str]] = {}
-        """The ids of rows, in order, by file."""
+        self._names: dict[str, tuple[list[str], set[str]]] = {}
+        """The ids of rows, in order and as a set, by file."""
 
     async def write(self, name: str, batch: pa.RecordBatch) -> Extent:
         """Write demonstrations to a file of their own, which is named after their checksum."""
@@ -69,7 +68,9 @@ class ExpertBlocks:
 
         await asyncio.to_thread(append)
         if file in self._names:
-            self._names[file] += batch.column("experience_id").to_pylist()
+            ordered, known = self._names[file]
+            ordered += (names := batch.column("experience_id").to_pylist())
+            known.update(names)
         return extent.grown(batch.num_rows, data)
 
     async def get(self, name: str, extent: Extent, rows: int | None = None) -> ExpertBlock:
@@ -81,12 +82,13 @@ class ExpertBlocks:
             self._blocks[file] = ExpertBlock(ref, lengths_of(batch.column("token_ids")))
         return self._blocks[file]
 
-    async def names(self, name: str, extent: Extent) -> list[str]:
-        """Return the experience ids of the demonstrations by row, read from their file once."""
+    async def names(self, name: str, extent: Extent) -> tuple[list[str], set[str]]:
+        """Return the experience ids of the demonstrations, by row and as a set, read from their file once."""
         file = expert_file(name, extent)
-        if file not in self._names or len(self._names[file]) < extent.rows:
+        if file not in self._names or len(self._names[file][0]) < extent.rows:
             batch = await asyncio.to_thread(read_log_rows, self._storage, file, extent)
-            self._names[file] = batch.column("experience_id").to_pylist()
+            names = batch.column("experience_id").to_pylist()
+            self._names[file] = names, {*names}
         return self._names[file]
 
     async def whole(self, store: str) -> tuple[RowRef, np.ndarray]:
@@ -111,9 +113,9 @@ class ExpertBlocks:
                 await asyncio.to_thread(self._storage.delete, file)
 
 
-def in_units(names: list[str], unit: int, wanted: Iterable[str]) -> np.ndarray:
+def in_units(names: list[str], unit: int, wanted: set[str]) -> np.ndarray:
     """Return whether a row is in a unit (``unit`` consecutive rows) with one of the wanted ids; shape ``[rows]``."""
-    found = np.array([*map({*wanted}.__contains__, names)], bool)
+    found = np.array([name in wanted for name in names], bool)
     return np.repeat(found.reshape(-1, unit).any(1), unit)
 
 
