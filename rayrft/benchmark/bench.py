@@ -24,7 +24,7 @@ from rayrft.core.doctor import check_gpus
 from rayrft.core.engine_groups import EngineGroup, policy_model, serve_engines
 from rayrft.core.parts.rewards import remote_models, remote_scoring, reward_actors, reward_service
 from rayrft.core.parts.table import plan_placement
-from rayrft.core.placement import NAMESPACE, Placement, actor_name, show_plan
+from rayrft.core.placement import Placement, actor_name, show_plan
 from rayrft.core.plan import check_memory
 from rayrft.core.restarts import Budget
 from rayrft.core.services import task_engines
@@ -178,9 +178,8 @@ def _rewards_open(config: RunConfig, pools: dict[str, Handle[EnginePool]]) -> co
     if service is None:
         return contextlib.nullcontext()
     from rayrft.rewards.service import rewards_open
-    from rayrft.runtime.serving.applications import Owner
 
-    owner = Owner(NAMESPACE, actor_name(service.name, "rewards"))
+    owner = actor_name(service.name, "rewards")
     return rewards_open(service, owner, ServeConfig().address, models=remote_models(config, pools))
 
 

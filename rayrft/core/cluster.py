@@ -15,10 +15,10 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayrft.core.placement import NAMESPACE
 from rayrft.errors import ClusterError, first_line
 from rayrft.registry import Lazy
 from rayrft.runtime import ray_api
+from rayrft.runtime.handle import NAMESPACE
 from rayrft.runtime.ray_api import ray
 
 if TYPE_CHECKING:

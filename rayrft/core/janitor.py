@@ -9,10 +9,10 @@ import threading
 from collections.abc import Awaitable
 from typing import Any
 
-from rayrft.core.placement import JANITOR, NAMESPACE, actor_name, clear_run, find_actor
+from rayrft.core.placement import JANITOR, actor_name, clear_run
 from rayrft.errors import ActorUnreachable
 from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle, Watched, cancel_calls, fetch, until_failed
+from rayrft.runtime.handle import NAMESPACE, Handle, Watched, cancel_calls, fetch, find_actor, until_failed
 from rayrft.runtime.ray_api import ray
 
 _CALLED_S = 60.0

@@ -17,16 +17,7 @@ from rayrft.core.doctor import check_gpus
 from rayrft.core.janitor import Guard
 from rayrft.core.master import Master
 from rayrft.core.parts.table import plan_placement
-from rayrft.core.placement import (
-    Placement,
-    actor_name,
-    clear_run,
-    find_actor,
-    reserve_name,
-    running_runs,
-    show_plan,
-    starting_runs,
-)
+from rayrft.core.placement import Placement, actor_name, clear_run, reserve_name, running_runs, show_plan, starting_runs
 from rayrft.core.plan import check_memory, engine_share
 from rayrft.core.preflight import prepare
 from rayrft.core.run import ANSWER_S, Run
@@ -38,7 +29,7 @@ from rayrft.core.steering import latest_config
 from rayrft.errors import ClusterError, ConfigError, PlacementError, RayrftError, RunFinished, RunNotFound, nearest
 from rayrft.monitor.records import read_records
 from rayrft.monitor.summary import RunStatus, read_summary
-from rayrft.runtime.handle import Handle, fetch
+from rayrft.runtime.handle import Handle, fetch, find_actor
 from rayrft.runtime.ray_api import ray
 
 

@@ -11,13 +11,12 @@ from rayrft.core.bundles import GIB, REPORTING_S, Bundles, cluster_nodes, show_a
 from rayrft.errors import PlacementError
 from rayrft.monitor.report import format_table
 from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle, end, named_actor
+from rayrft.runtime.handle import NAMESPACE, Handle, end, find_actor
 from rayrft.runtime.ray_api import ray
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-NAMESPACE = "rayrft"
 JANITOR = "janitor"
 """Name of the actor that clears a run: see `rayrft.core.janitor`."""
 _NAME = "name"
@@ -49,11 +48,6 @@ def named_actors(prefix: str) -> list[str]:
     """Return the names of runs' actors on this cluster that start with ``prefix``."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     return [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)]
-
-
-def find_actor(name: str) -> Handle[Any] | None:
-    """Return the handle of a run's living actor of that name; None if there is none."""
-    return named_actor(name, NAMESPACE)
 
 
 def running_runs() -> list[str]:

@@ -14,7 +14,7 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.config import load_config
 from rayrft.core.janitor import Guard
 from rayrft.core.master import Master
-from rayrft.core.placement import actor_name, clear_run, find_actor
+from rayrft.core.placement import actor_name, clear_run
 from rayrft.core.run_files import RunFiles
 from rayrft.core.shared_buffer import find_buffer
 from rayrft.errors import ActorDied, ActorUnreachable, ConfigError, RayrftError, RunFinished, RunNotFound, StorageError
@@ -39,6 +39,7 @@ from rayrft.runtime.handle import (
     end,
     fetch,
     fetch_when_reachable,
+    find_actor,
     root_cause,
 )
 from rayrft.runtime.ray_api import ray

@@ -24,7 +24,7 @@ from rayrft.core.doctor import check_gpus, doctor
 from rayrft.core.follower import WeightFollower
 from rayrft.core.parts.buffer import BUFFER
 from rayrft.core.parts.rewards import reward_replicas
-from rayrft.core.placement import NAMESPACE, Placement, actor_name, show_plan
+from rayrft.core.placement import Placement, actor_name, show_plan
 from rayrft.core.plan import check_memory, plan
 from rayrft.core.shared_buffer import shared_actor_name
 from rayrft.data.models import check_length, find_model
@@ -83,13 +83,13 @@ def serve_rewards(config: RewardServiceConfig, say: Callable[[str], None] = prin
     connect()
     from rayrft.endpoint.rewards import build_reward_endpoint
     from rayrft.rewards.service import RewardService, rewards_open
-    from rayrft.runtime.serving.applications import HttpApplication, Owner, delete_applications
+    from rayrft.runtime.serving.applications import HttpApplication, delete_applications
 
     plan = [*reward_replicas(config.reward), _http_bundles(http)]
     say(show_plan(config.name, plan))
     _prepare(plan, config.placement.wait_s, say)
     service = RewardService.of(config.name, config.reward, config.plugins)
-    owner = Owner(NAMESPACE, actor_name(config.name, "rewards"))
+    owner = actor_name(config.name, "rewards")
     name, arguments = f"{config.name}:http", (config, keys, service)
     application = HttpApplication(name, config.name, http, owner, build_reward_endpoint, arguments)
     with contextlib.ExitStack() as closing:
@@ -117,7 +117,7 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
     keys = read_keys(http)
     connect()
     from rayrft.endpoint.app import build_endpoint
-    from rayrft.runtime.serving.applications import HttpApplication, Owner, delete_applications
+    from rayrft.runtime.serving.applications import HttpApplication, delete_applications
 
     plan = [
         *engine_groups.policy_bundles(config, "weights as files"),
@@ -143,8 +143,8 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
         version = answer(follower.call(WeightFollower.start, workers), "follower", stall_s)
         say(f"serves version {version}, and follows")
         settings = EndpointSettings.of(config, keys)
-        owner, served = Owner(NAMESPACE, actor_name(name, "follower")), actor_name(name, "serve")
-        arguments = path, settings, Owner(NAMESPACE, actor_name(name, "engine_pool")), None
+        owner, served = actor_name(name, "follower"), actor_name(name, "serve")
+        arguments = path, settings, actor_name(name, "engine_pool"), None
         application = HttpApplication(served, config.name, http, owner, build_endpoint, arguments)
         closing.callback(delete_applications, served)
         return OpenService(f"{application.open()}/v1", follower, closing.pop_all())
@@ -160,7 +160,7 @@ def serve_feedback(folder: Path, settings: FeedbackConfig) -> OpenService:
     # Not one of the run's actors, which end with it: people continue with its log.
     name, route, key_file = f"{config.name}:feedback", f"feedback/{config.name}", feedback_folder(folder) / "key"
     build = partial(build_page, config, folder, settings)
-    return _open_page(name, route, settings, build, _buffer_of(config), key_file)
+    return _open_page(name, route, settings, build, (_buffer_of(config),), key_file)
 
 
 REPORTS: dict[str, Callable[[RunConfig], Sequence[Any]]] = {"plan": plan, "doctor": doctor}
@@ -178,10 +178,10 @@ def deploy_viewer(storage: Path, settings: ViewerConfig) -> OpenService:
     return _open_page("viewer", "viewer", settings, build, (_buffer_of, REPORTS), key_file)
 
 
-def _buffer_of(config: FolderConfig) -> tuple[str, str]:
-    """Return the namespace and the name of the actor of a run's Buffer."""
+def _buffer_of(config: FolderConfig) -> str:
+    """Return the name of the actor of a run's Buffer."""
     shared = config.buffer.name
-    return NAMESPACE, shared_actor_name(shared) if shared is not None else actor_name(config.name, BUFFER.name)
+    return shared_actor_name(shared) if shared is not None else actor_name(config.name, BUFFER.name)
 
 
 def _open_page(
@@ -196,14 +196,13 @@ def _open_page(
     settings, or one that is written to ``key_file``."""
     digests, key = read_keys(settings), secrets.token_urlsafe(24)
     connect()
-    from rayrft.runtime.serving.applications import HttpApplication, Owner, create_anchor, delete_applications
+    from rayrft.runtime.serving.applications import HttpApplication, create_anchor, delete_applications
 
     _prepare([_http_bundles(settings)])
-    owner = Owner(NAMESPACE, route)
     arguments = digests or (key_digest(key),), *arguments
-    application = HttpApplication(name, route, settings, owner, build, arguments)
+    application = HttpApplication(name, route, settings, route, build, arguments)
     with contextlib.ExitStack() as closing:
-        anchor = create_anchor(owner)
+        anchor = create_anchor(route)
         closing.callback(anchor.kill)
         closing.callback(delete_applications, name)
         delete_applications(name)  # of an owner that was killed

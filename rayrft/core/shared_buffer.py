@@ -7,10 +7,10 @@ import uuid
 from rayrft.buffer.shared import FeedProgress, SharedBuffer, SharedStatus
 from rayrft.config import RunConfig
 from rayrft.core.parts.buffer import BUFFER
-from rayrft.core.placement import Placement, actor_name, find_actor, named_actors, remove_groups, running_runs
+from rayrft.core.placement import Placement, actor_name, named_actors, remove_groups, running_runs
 from rayrft.core.preflight import PreparedRun
 from rayrft.errors import ActorDied, PlacementError, RunNotFound, nearest
-from rayrft.runtime.handle import Handle, answer, end, fetch
+from rayrft.runtime.handle import Handle, answer, end, fetch, find_actor
 
 _ANSWER_S = 60.0
 _PREFIX = "buffers/"

@@ -20,8 +20,7 @@ from rayrft.endpoint.responses import ResponsesRequest
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import DataError, FeedbackRefused
 from rayrft.explorer.engines.client import EngineClient
-from rayrft.runtime.handle import Handle
-from rayrft.runtime.serving.applications import Owner
+from rayrft.runtime.handle import NAMESPACE, Handle
 from rayrft.runtime.serving.http import ApiError, EventStream, Handler, HttpService, Route, key_of, parse
 from rayrft.runtime.trace import Trace
 from rayrft.runtime.waits import Waits
@@ -138,17 +137,16 @@ class PolicyEndpoint(HttpService):
 
 
 def build_endpoint(
-    model: str, settings: EndpointSettings, pool: Owner, keeper: str | None, count: Callable[[str], None]
+    model: str, settings: EndpointSettings, pool: str, keeper: str | None, count: Callable[[str], None]
 ) -> PolicyEndpoint:
-    """Build the API over a run's engine pool and its keeper, an actor in the same namespace; without a keeper, nothing
-    is recorded."""
+    """Build the API over a run's engine pool and its keeper, by their names; without a keeper, nothing is recorded."""
 
     def handle(name: str) -> Handle[Any]:
-        return Handle(name.rpartition(":")[2], ray.get_actor(name, namespace=pool.namespace))
+        return Handle(name.rpartition(":")[2], ray.get_actor(name, namespace=NAMESPACE))
 
     waits = Waits("endpoint", Trace(settings.trace, f"endpoint-{ray.get_runtime_context().get_worker_id()[:8]}"))
     responder = Responder(
-        EngineClient(handle(pool.name), waits, 1 / settings.config.replicas, _PATIENCE_S),
+        EngineClient(handle(pool), waits, 1 / settings.config.replicas, _PATIENCE_S),
         RemoteSessions(handle(keeper), _PATIENCE_S) if keeper is not None else None,
         ChatTokenizer(model, template=settings.template),
         settings,

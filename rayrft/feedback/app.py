@@ -356,13 +356,12 @@ def build_page(
     folder: Path,
     settings: FeedbackConfig,
     key_digests: tuple[str, ...],
-    namespace: str,
     buffer: str,
     count: Callable[[str], None],
 ) -> FeedbackPage:
-    """Build the page of the run in a folder, whose Buffer has this name and namespace, and start to read its rows."""
+    """Build the page of the run in a folder, whose Buffer has this name, and start to read its rows."""
     load_plugins(run.plugins)
-    rows = RunRows(folder, run, namespace, buffer, settings.max_groups, settings.demonstrations)
+    rows = RunRows(folder, run, buffer, settings.max_groups, settings.demonstrations)
     page = FeedbackPage(run.name, settings, key_digests, rows, feedback_folder(folder), count)
     page.start()
     return page

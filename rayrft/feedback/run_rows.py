@@ -21,18 +21,15 @@ from rayrft.errors import DataError, RunNotFound
 from rayrft.experience import Experience, field_values
 from rayrft.feedback.items import SHOWN, ShownAnswer, ShownGroup
 from rayrft.feedback.judgements import Judgement
-from rayrft.runtime.handle import Handle, answer, named_actor
+from rayrft.runtime.handle import Handle, answer, find_actor
 
 
 class RunRows:
     """The rows of a run in a folder, of which at most ``most`` groups are shown. ``buffer`` is the name of its Buffer's
-    actor in ``namespace``; None where no cluster can be reached. The methods block, and are called in threads."""
+    actor; None where no cluster can be reached. The methods block, and are called in threads."""
 
-    def __init__(
-        self, folder: Path, config: FolderConfig, namespace: str, buffer: str | None, most: int, demonstrations: str
-    ) -> None:
-        self._folder, self._config = folder, config
-        self._namespace, self._buffer = namespace, buffer
+    def __init__(self, folder: Path, config: FolderConfig, buffer: str | None, most: int, demonstrations: str) -> None:
+        self._folder, self._config, self._buffer = folder, config, buffer
         self._most, self._name = most, demonstrations
         self._lock = threading.Lock()
         self._archive: Archive | None = None
@@ -102,7 +99,7 @@ class RunRows:
 
     def _running_buffer(self) -> Handle[Buffer]:
         ended = (self._folder / "summary.json").exists()  # an ending run kills its actors one by one
-        found = None if self._buffer is None or ended else named_actor(self._buffer, self._namespace)
+        found = None if self._buffer is None or ended else find_actor(self._buffer)
         if found is None:
             raise RunNotFound("the run is not running, so it has no Buffer", field="run", value=str(self._folder))
         return found

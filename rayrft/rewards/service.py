@@ -24,7 +24,6 @@ from rayrft.rewards.scorer import Models, RewardActor, with_retries
 from rayrft.runtime.actor_pool import with_retry
 from rayrft.runtime.handle import Handle, Watched
 from rayrft.runtime.serving import Address, applications
-from rayrft.runtime.serving.applications import Owner
 
 _DEPLOYMENT = "rewards"
 
@@ -86,7 +85,7 @@ class RewardReplica(RewardActor):
         self,
         config: RewardModelsConfig,
         plugins: list[Path],
-        owner: Owner,
+        owner: str,
         application: str,
         models: Models | None = None,
     ) -> None:
@@ -125,7 +124,7 @@ class ServeBackend:
 
 @contextlib.contextmanager
 def rewards_open(
-    service: RewardService, owner: Owner, address: Address, *, http: bool = False, models: Models | None = None
+    service: RewardService, owner: str, address: Address, *, http: bool = False, models: Models | None = None
 ) -> Iterator[Handle[Watched]]:
     """Create an owner, deploy its applications by `deploy_rewards`, and delete them at the end of a ``with``."""
     anchor = applications.create_anchor(owner)
@@ -138,7 +137,7 @@ def rewards_open(
 
 
 def deploy_rewards(
-    service: RewardService, owner: Owner, address: Address, http: bool = False, models: Models | None = None
+    service: RewardService, owner: str, address: Address, http: bool = False, models: Models | None = None
 ) -> None:
     """Deploy the applications, which end with their owner; return when each has its least number of replicas. Call it
     by `on_head`.

@@ -18,6 +18,8 @@ from rayrft.runtime import ray_api
 from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import WaitReport, Waits
 
+NAMESPACE = "rayrft"
+"""The namespace of all named actors of runs."""
 _RETRY_S = 1.0
 """Seconds between calls of an actor that cannot be reached: Ray has no event for its return."""
 _ANSWER_S = 300.0
@@ -177,10 +179,10 @@ def is_restarted() -> bool:
     return context.get_actor_id() is not None and bool(context.was_current_actor_reconstructed)
 
 
-def named_actor(name: str, namespace: str) -> Handle[Any] | None:
+def find_actor(name: str) -> Handle[Any] | None:
     """Return the handle of a living actor of that name; None if there is none."""
     try:
-        return Handle(name.rpartition(":")[2], ray.get_actor(name, namespace=namespace))
+        return Handle(name.rpartition(":")[2], ray.get_actor(name, namespace=NAMESPACE))
     except ValueError:
         return None
 

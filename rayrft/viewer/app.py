@@ -46,15 +46,15 @@ class ChangesRequest(StorageRequest):
 
 
 class Viewer(HttpService):
-    """The page over the run folders in a storage, with the feedback page of each run. ``buffers`` returns the namespace
-    and the name of the actor of a run's Buffer, to which judgements go; None where no cluster can be reached."""
+    """The page over the run folders in a storage, with the feedback page of each run. ``buffers`` returns the name
+    of the actor of a run's Buffer, to which judgements go; None where no cluster can be reached."""
 
     def __init__(
         self,
         storage: Path,
         config: ViewerConfig,
         key_digests: tuple[str, ...],
-        buffers: Callable[[FolderConfig], tuple[str, str | None]] = lambda run: ("", None),
+        buffers: Callable[[FolderConfig], str | None] = lambda run: None,
         reports: Reports | None = None,
         count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
@@ -91,7 +91,7 @@ class Viewer(HttpService):
         known = folder, folder.stat().st_ino
         if known not in self._feedback:
             run, settings = load_folder_config(folder), FeedbackConfig()
-            rows = RunRows(folder, run, *self._buffers(run), settings.max_groups, settings.demonstrations)
+            rows = RunRows(folder, run, self._buffers(run), settings.max_groups, settings.demonstrations)
             page = FeedbackPage(name, settings, self._key_digests, rows, feedback_folder(folder), self._count)
             self._feedback.setdefault(known, page.app())
         return self._feedback[known]

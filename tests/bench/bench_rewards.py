@@ -20,7 +20,7 @@ from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.base import Reward
 from rayrft.rewards.scorer import ActorBackend, RewardActor, Rewards, Scorer
 from rayrft.rewards.service import RewardService, ServeBackend, deploy_rewards
-from rayrft.runtime.serving.applications import Owner, create_anchor, delete_applications, on_head
+from rayrft.runtime.serving.applications import create_anchor, delete_applications, on_head
 from tests.bench.helpers import actor, parse, spread, start_ray
 
 _HERE = "tests.bench.bench_rewards:working"
@@ -68,7 +68,7 @@ async def measure(
 async def scoring(config: RewardConfig) -> AsyncIterator[Score]:
     """Open a scorer here, an actor with one, or a replica of Ray Serve with one."""
     if config.placement == "serve":
-        service, owner = RewardService.of("bench", config, []), Owner("rayrft", "bench:rewards")
+        service, owner = RewardService.of("bench", config, []), "bench:rewards"
         anchor = create_anchor(owner)
         await asyncio.to_thread(on_head, deploy_rewards, service, owner, ("127.0.0.1", 8000))
         yield Rewards(config, [], lambda: ServeBackend(service)).score

@@ -27,11 +27,11 @@ import ray
 
 from rayrft.config import load_config
 from rayrft.core import launch
-from rayrft.core.placement import NAMESPACE
 from rayrft.core.run import Run
 from rayrft.errors import ActorDied
 from rayrft.monitor.records import StepRecord, read_records
 from rayrft.monitor.report import format_table
+from rayrft.runtime.handle import NAMESPACE
 from rayrft.trainer.api import Mailbox
 from tests.bench.helpers import parse, start_ray
 from tests.bench.hosts import HOSTS, Host, ScriptedMaster, hosts

@@ -23,12 +23,12 @@ from ray.cloudpickle import CloudPickler
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.leases import Lease
 from rayrft.core.master import Master
-from rayrft.core.placement import NAMESPACE, PlacedClass, Placement
+from rayrft.core.placement import PlacedClass, Placement
 from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
 from rayrft.explorer.engines.exchange import Answering, Completion, Request, Stream
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.explorer import Explorer
-from rayrft.runtime.handle import Handle, Watched
+from rayrft.runtime.handle import NAMESPACE, Handle, Watched
 from rayrft.trainer.api import Mailbox, RankSetup
 from rayrft.trainer.trainer import Trainer
 from rayrft.weights.messages import SendReport

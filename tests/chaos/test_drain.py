@@ -19,7 +19,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 import rayrft
-from rayrft.core.placement import actor_name, find_actor
+from rayrft.core.placement import actor_name
+from rayrft.runtime.handle import find_actor
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.monitor.records import NoteRecord, RestartRecord, StepRecord
 from rayrft.runtime.handle import fetch

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 import rayrft
 from rayrft.cli.main import app
 from rayrft.core.launch import find_status
-from rayrft.core.placement import JANITOR, actor_name, find_actor
+from rayrft.core.placement import JANITOR, actor_name
 from rayrft.errors import ActorDied, PlacementError
 from rayrft.monitor.records import StepRecord
-from rayrft.runtime.handle import Watched, fetch, until_restarted
+from rayrft.runtime.handle import Watched, fetch, find_actor, until_restarted
 from tests.conftest import ROOT
 from tests.core.leftovers import alive, free, groups, until_free
 from tests.e2e.conftest import WITHOUT_VLLM, small_config

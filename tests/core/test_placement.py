@@ -180,7 +180,8 @@ LATE = """
 import ray
 from ray.cluster_utils import Cluster
 from rayrft.core.bundles import Bundles
-from rayrft.core.placement import NAMESPACE, Placement
+from rayrft.core.placement import Placement
+from rayrft.runtime.handle import NAMESPACE
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False)

@@ -19,12 +19,12 @@ from ray.util.placement_group import placement_group, placement_group_table
 from rayrft.buffer.ledger import Ledger, RowStats
 from rayrft.core.janitor import Janitor
 from rayrft.core.launch import attach, find_status, running_runs, start, starting_runs
-from rayrft.core.placement import NAMESPACE, clear_run, named_actors, reserve_name
+from rayrft.core.placement import clear_run, named_actors, reserve_name
 from rayrft.core.run import Run
 from rayrft.errors import ActorDied, DataError, PlacementError, RunNotFound
 from rayrft.monitor.records import NoteRecord, RecordFile, read_records
 from rayrft.monitor.summary import RunStatus, Totals, read_summary, summarise, write_summary
-from rayrft.runtime.handle import Watched
+from rayrft.runtime.handle import NAMESPACE, Watched
 from tests.core.given import run_folder
 from tests.e2e.conftest import small_config
 from tests.scripted import handle

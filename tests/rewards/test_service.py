@@ -21,11 +21,11 @@ from rayrft.rewards.scorer import DomainStats, Rewards
 from rayrft.rewards.service import RewardService, ServeBackend, deploy_rewards
 from rayrft.runtime.handle import Handle, Watched
 from rayrft.runtime.serving import Address
-from rayrft.runtime.serving.applications import Owner, applications, create_anchor, delete_applications, on_head
+from rayrft.runtime.serving.applications import applications, create_anchor, delete_applications, on_head
 from tests.errors import about
 from tests.rewards.trouble import HERE, task, transcripts
 
-OWNER = Owner("rayrft", "test:rewards")
+OWNER = "test:rewards"
 
 
 @pytest.fixture(scope="module")

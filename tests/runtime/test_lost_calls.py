@@ -19,7 +19,7 @@ from rayrft.runtime import handle
 from rayrft.runtime.actor_pool import ActorPool
 from rayrft.runtime.handle import Handle, root_cause, until_failed
 from rayrft.runtime.serving import applications
-from rayrft.runtime.serving.applications import Owner, delete_with
+from rayrft.runtime.serving.applications import delete_with
 from tests.errors import about
 from tests.scripted import Remote, remote
 
@@ -110,7 +110,7 @@ async def test_an_application_is_deleted_when_no_actor_has_its_owners_name(monke
     monkeypatch.setattr(Worker, "watch", lost_once)
     monkeypatch.setattr(ray, "get_actor", find)
     monkeypatch.setattr("ray.serve.delete", lambda name, _blocking: deleted.append(name))
-    await asyncio.wait_for(delete_with(Owner("rayrft", "run:engine_pool"), "run:serve"), 20)
+    await asyncio.wait_for(delete_with("run:engine_pool", "run:serve"), 20)
     assert deleted == ["run:serve"] and not owners
 
 
@@ -120,7 +120,7 @@ async def test_an_owner_that_cannot_be_reached_for_a_moment_keeps_its_applicatio
     owner = Worker(LOST, LOST)
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: Remote(owner))
     monkeypatch.setattr("ray.serve.delete", None)  # a call of it fails
-    watching = asyncio.ensure_future(delete_with(Owner("rayrft", "run:engine_pool"), "run:serve"))
+    watching = asyncio.ensure_future(delete_with("run:engine_pool", "run:serve"))
     await asyncio.wait_for(owner.is_watched.wait(), 20)
     assert not owner.failures and not watching.done()
     watching.cancel()

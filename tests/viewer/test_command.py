@@ -43,7 +43,7 @@ from rayrft.viewer.index import RowIndex
 folder = Path(sys.argv[1])
 index = RowIndex(folder)
 index.update(60.0)
-assert index.about()["rows"] and RunRows(folder, load_folder_config(folder), "", None, 9, "edited").groups()
+assert index.about()["rows"] and RunRows(folder, load_folder_config(folder), None, 9, "edited").groups()
 assert "torch" not in sys.modules
 """
 

@@ -9,7 +9,7 @@ from rayrft.config import RunConfig
 from rayrft.core.bundles import Bundles
 from rayrft.core.parts.base import Part
 from rayrft.core.parts.buffer import BufferPart
-from rayrft.core.placement import NAMESPACE, actor_name
+from rayrft.core.placement import actor_name
 from rayrft.endpoint.keeper import SessionKeeper
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.runtime import ray_api
@@ -57,13 +57,13 @@ class KeeperPart(Part[SessionKeeper]):
         if config.endpoint is None:
             return None
         from rayrft.endpoint.app import build_endpoint
-        from rayrft.runtime.serving.applications import HttpApplication, Owner, applications
+        from rayrft.runtime.serving.applications import HttpApplication, applications
 
         name = actor_name(config.name, "serve")
         if self.run.taken_over and (await asyncio.to_thread(applications, name)) != []:
             return None
         settings = EndpointSettings.of(config, prepared.key_digests, config.trace_folder)
-        pool = Owner(NAMESPACE, actor_name(config.name, "engine_pool"))
+        pool = actor_name(config.name, "engine_pool")
         keeper = actor_name(config.name, self.name) if self.actors else None
         arguments = (prepared.model, settings, pool, keeper)
         application = HttpApplication(name, config.name, config.endpoint, pool, build_endpoint, arguments)

@@ -13,7 +13,7 @@ from rayrft.config.serve import ServeConfig
 from rayrft.core.bundles import Bundles
 from rayrft.core.parts.base import Part, has_explorers
 from rayrft.core.parts.engines import AuxiliaryEngines
-from rayrft.core.placement import NAMESPACE, Placement, actor_name
+from rayrft.core.placement import Placement, actor_name
 from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.rewards import where
@@ -54,11 +54,11 @@ class RewardsPart(Part[RewardActor]):
         if (service := reward_service(config)) is None:
             return
         from rayrft.rewards.service import deploy_rewards
-        from rayrft.runtime.serving.applications import Owner, applications, on_head
+        from rayrft.runtime.serving.applications import applications, on_head
 
         if self.run.taken_over and (await asyncio.to_thread(applications, service.all_versions)) != []:
             return
-        owner = Owner(NAMESPACE, actor_name(config.name, "master"))
+        owner = actor_name(config.name, "master")
         http = config.endpoint or ServeConfig()
         serves, models = config.endpoint is not None, remote_models(config, self.run[AuxiliaryEngines].pools)
         with self.run.waits.on("rewards", "deployed"):

@@ -24,7 +24,7 @@ from ray.util.metrics import Counter
 
 from rayrft.errors import ConfigError
 from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle, Watched, named_actor, root_cause
+from rayrft.runtime.handle import NAMESPACE, Handle, Watched, find_actor, root_cause
 from rayrft.runtime.serving import HAPROXY_HOSTS, LOCAL, Address, Proxy
 from rayrft.runtime.serving.http import HttpService, HttpSettings
 
@@ -42,14 +42,6 @@ _LOOK_S = 0.5
 """Seconds between looks at whether the name of a dead actor is free: Ray has no event for it."""
 _ANSWER_S = 30.0
 """Seconds in which an application must answer once it is deployed."""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The name of an actor with which applications end."""
-
-    namespace: str
-    name: str
 
 
 _ON_HEAD: dict[str, Any] = {
@@ -143,19 +135,19 @@ def replaced_replicas(prefix: str) -> dict[str, float]:
     return replaced
 
 
-def create_anchor(owner: Owner) -> Handle[Watched]:
+def create_anchor(owner: str) -> Handle[Watched]:
     """Create an owner for a process that is not an actor; it ends with it. Raises ConfigError for a taken name."""
     try:
-        actor = ray.remote(Watched).options(num_cpus=0, name=owner.name, namespace=owner.namespace).remote()
+        actor = ray.remote(Watched).options(num_cpus=0, name=owner, namespace=NAMESPACE).remote()
     except ValueError:
-        remedy, name = "choose another name (name=…), or end the other service", owner.name.partition(":")[0]
+        remedy, name = "choose another name (name=…), or end the other service", owner.partition(":")[0]
         raise ConfigError("is served on the cluster already", remedy, field="name", value=name) from None
-    return Handle(owner.name, actor)
+    return Handle(owner, actor)
 
 
-async def delete_with(owner: Owner, application: str) -> None:
-    """Delete an application once no actor has its owner's name."""
-    while (actor := await asyncio.to_thread(named_actor, owner.name, owner.namespace)) is not None:
+async def delete_with(owner: str, application: str) -> None:
+    """Delete an application once no actor has the name of its owner."""
+    while (actor := await asyncio.to_thread(find_actor, owner)) is not None:
         with contextlib.suppress(RayError):  # the owner has died, failed or cannot be reached
             await actor.call(Watched.watch)
         await asyncio.sleep(_LOOK_S)
@@ -208,7 +200,8 @@ class HttpApplication:
     name: str
     route: str
     config: HttpSettings
-    owner: Owner
+    owner: str
+    """Name of the actor with which it ends."""
     build: Callable[..., HttpService]
     arguments: tuple[Any, ...]
 
