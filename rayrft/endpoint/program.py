@@ -19,7 +19,7 @@ from rayrft.endpoint.attempts import Access
 from rayrft.errors import ConfigError, DataError, SandboxFailed
 from rayrft.experience import Task
 from rayrft.rewards.sandbox import Sandbox, SandboxLimits, bytecode
-from rayrft.rewards.sandbox.isolation import ENVIRONMENT, FOLDER
+from rayrft.rewards.sandbox.isolation import ENVIRONMENT, PROGRAM_FOLDER
 
 _BOX = ".rayrft.pyc"
 _PORT = "{url}"  # filled in by the sandbox
@@ -90,7 +90,9 @@ class Program(Applications):
         given = {"PATH": path, **(environment or {})}
         sandbox = Sandbox(isolation, folders=folders, lenient=True)
         for field, words in {"command": command, "check": check or ()}.items():
-            of_task = "/" in "".join(words[:1]) and PurePosixPath(FOLDER, words[0]).is_relative_to(FOLDER)
+            of_task = "/" in "".join(words[:1]) and PurePosixPath(PROGRAM_FOLDER, words[0]).is_relative_to(
+                PROGRAM_FOLDER
+            )
             if words and not of_task:
                 _check_program(words[0], given["PATH"], sandbox, field)
         box = partial(_Box, command, stdin, given, answer, check, status, folders, isolation, limits)
