@@ -140,7 +140,8 @@ def plan_steps(config: RunConfig, step_s: float | None) -> list[StepVolume]:
     """Return the volume of the steps of each stage that samples answers or writes checkpoints."""
     sampling, volumes, measured = config.explorer.sampling, list[StepVolume](), _measured_seconds(config)
     longest = min(sampling.max_prompt_tokens + sampling.max_tokens, config.model.max_length)
-    if {config.explorer.workflow, *(each.workflow for each in config.tasks.sources if each.workflow)} != {_ONE_ANSWER}:
+    named = {each.workflow or _ONE_ANSWER for each in config.tasks.sources} if config.tasks else set()
+    if {config.explorer.workflow, *named} != {_ONE_ANSWER}:
         longest = config.model.max_length
     for stage in config.stages:
         rows, checkpoint_gb = stage.groups * stage.group_size, _checkpoint_gb(config, stage)
