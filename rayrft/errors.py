@@ -24,7 +24,7 @@ class RayrftError(Exception):
         where = f"{self.field}: " if self.field else ""
         found = f" (found {self.value!r})" if self.value is not None else ""
         fix = f". {self.remedy[0].upper()}{self.remedy[1:].rstrip(chr(46))}" if self.remedy else ""
-        text = f"{where}{self.problem}{found}{fix}"
+        text = f"{where}{self.problem.rstrip('.')}{found}{fix}"
         return text if text.endswith(("?", ".")) else text + "."
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -87,6 +87,8 @@ _ROW_BYTES, _TOKEN_BYTES = 550, 13
 
 _DAY_S, _STEP_S = 86_400, 60.0
 """Seconds of a day, and of a step that was not measured."""
+_ONE_ANSWER = "single_turn"
+"""The workflow whose rows are a prompt and an answer: those of others may be as long as the model allows."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,9 @@ def plan_steps(config: RunConfig, step_s: float | None) -> list[StepVolume]:
     """Return the volume of the steps of each stage that samples answers or writes checkpoints."""
     sampling, volumes, measured = config.explorer.sampling, list[StepVolume](), _measured_seconds(config)
     longest = min(sampling.max_prompt_tokens + sampling.max_tokens, config.model.max_length)
+    named = {each.workflow or _ONE_ANSWER for each in config.tasks.sources} if config.tasks else set()
+    if {config.explorer.workflow, *named} != {_ONE_ANSWER}:
+        longest = config.model.max_length
     for stage in config.stages:
         rows, checkpoint_gb = stage.groups * stage.group_size, _checkpoint_gb(config, stage)
         if not (rows or checkpoint_gb):

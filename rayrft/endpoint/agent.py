@@ -93,10 +93,8 @@ class Applications:
                 endpoint = self._endpoints[worker] = ProcessEndpoint(server, self._config, model)
                 finalize(worker, server.apps.pop, endpoint.name)
             with self._endpoints[worker].serving(attempt) as access:
-                returned = await attempt.result(worker.call("run", task, access, deadline_s=math.inf))
-        trajectories = attempt.trajectories()
-        if not trajectories:
-            raise ValueError("the application made no call of the model that can be trained")
+                calling = worker.call("run", task, access, deadline_s=math.inf)
+                returned, trajectories = await attempt.result(calling)
         result = attempt.reward or await _result(returned, attempt.last_answer, partial(model.score, task))
         for trajectory in trajectories:
             trajectory.reward(result)

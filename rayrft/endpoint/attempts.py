@@ -73,27 +73,33 @@ class ApplicationAttempt:
         self._ids = set[str]()
         """Ids of sessions and responses, which feedback may name."""
         self._lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._full, self._calls = False, 0
+        self._full, self._cut, self._calls = False, False, 0
+        """Whether a prompt had no room for an answer, and whether the latest answer was cut; the number of calls."""
         self.last_answer = ""
         self.reward: RewardResult | None = None
 
-    async def result(self, calling: Coroutine[Any, Any, R]) -> R:
-        """Return the application's result, or raise the error that ends the run, even if the application handles it.
+    async def result(self, calling: Coroutine[Any, Any, R]) -> tuple[R, list[Trajectory]]:
+        """Return the application's result and its rows, or raise the error that ends the run, even if the application
+        handles it.
 
-        Raises ContextFull where a prompt had no room for an answer and the application failed after it.
+        Raises ContextFull where no prompt had room for an answer, or the application failed after such a prompt or
+        after an answer that was cut, and ValueError if nothing was sampled.
         """
         running = asyncio.ensure_future(calling)
         try:
             await asyncio.wait({running, self._lost}, return_when=asyncio.FIRST_COMPLETED)
             if self._lost.done():
                 self._lost.result()
-            try:
-                return running.result()
-            except Exception:  # of the application, which may raise anything
-                if self._full and (rows := self.trajectories()):
-                    rows[-1].end_for_length()
-                    raise ContextFull("the application failed after a prompt without room for an answer") from None
-                raise
+            failure, rows = running.exception(), self.trajectories()
+            if rows and failure is None:
+                return running.result(), rows
+            if rows and (self._full or self._cut):
+                rows[-1].end_for_length()
+                raise ContextFull("the application failed after an answer that was cut")
+            if self._full:
+                problem = f"model.max_length, {self._model.max_length} tokens, leaves no room for an answer; raise it"
+                raise ContextFull(f"{problem} ({failure})" if failure else problem)
+            raise failure or ValueError("the application made no call of the model that can be trained")
         finally:
             await cancel(running, self._lost)  # the application's process is killed
 
@@ -141,6 +147,7 @@ class ApplicationAttempt:
             self._recorded.answered(begun.number, call)
             self._ids.add(call.response)
             self.last_answer = call.choices[0].text
+            self._cut = call.choices[0].completion.stop_reason == "length"
 
     async def failed(self, begun: OpenCall, reason: str) -> None:
         self._full = self._full or reason == "context_length_exceeded"

@@ -18,8 +18,8 @@ from rayrft.endpoint.agent import Applications, pool
 from rayrft.endpoint.attempts import Access
 from rayrft.errors import ConfigError, DataError, SandboxFailed
 from rayrft.experience import Task
-from rayrft.rewards.sandbox import Sandbox, SandboxLimits, bytecode, isolate
-from rayrft.rewards.sandbox.isolation import ENVIRONMENT
+from rayrft.rewards.sandbox import Sandbox, SandboxLimits, bytecode
+from rayrft.rewards.sandbox.isolation import ENVIRONMENT, PROGRAM_FOLDER
 
 _BOX = ".rayrft.pyc"
 _PORT = "{url}"  # filled in by the sandbox
@@ -37,8 +37,8 @@ class Program(Applications):
     The reward is that of `Applications` for what the program wrote to stdout or, with ``answer``, for the text of that
     file, where one that is missing is an empty text. With ``check``, it is 1 if that command then ends with status 0,
     else 0. The command runs in a sandbox without network, in a folder with what the program left and the files in
-    ``metadata.check_files``, which the program cannot see. A program that ends with another status than 0 fails its
-    attempt, unless ``status: any``.
+    ``metadata.check_files``, which the program cannot see. A task without that field fails its attempts. A program that
+    ends with another status than 0 fails its attempt, unless ``status: any``.
 
     ``folders`` are further folders that programs can read, beside /usr and that of Python; the command is looked for in
     their ``bin``, too. ``isolation`` is that of `Sandbox`, ``memory_mib`` the memory of a program with all that it
@@ -88,11 +88,13 @@ class Program(Applications):
         )
         path = ":".join([*(f"{os.path.realpath(folder)}/bin" for folder in folders), ENVIRONMENT["PATH"]])
         given = {"PATH": path, **(environment or {})}
-        for words in (command, check or ()):
-            if words and "/" not in words[0] and shutil.which(words[0], path=given["PATH"]) is None:
-                remedy = "install it where the Explorer runs, below /usr or in `folders`"
-                raise ConfigError("there is no such program", remedy, field="command", value=words[0])
-        isolate(isolation, folders, lenient=True)
+        sandbox = Sandbox(isolation, folders=folders, lenient=True)
+        for field, words in {"command": command, "check": check or ()}.items():
+            of_task = "/" in "".join(words[:1]) and PurePosixPath(PROGRAM_FOLDER, words[0]).is_relative_to(
+                PROGRAM_FOLDER
+            )
+            if words and not of_task:
+                _check_program(words[0], given["PATH"], sandbox, field)
         box = partial(_Box, command, stdin, given, answer, check, status, folders, isolation, limits)
         super().__init__(pool(box, processes), tool_calls, history)
 
@@ -113,6 +115,9 @@ class _Box:
 
     def run(self, task: Task, access: Access) -> float | str:
         """Return the reward, or the text that is to be scored."""
+        if self.check is not None and "check_files" not in task.metadata:
+            remedy = "add a column check_files, texts by path, to the tasks; {} if the check needs no files"
+            raise DataError("is missing, so the check has nothing to run", remedy, field="metadata.check_files")
         variables = access.variables(_PORT)
         values = {"question": task.question, "api_key": access.key, "base_url": variables["OPENAI_BASE_URL"]}
 
@@ -156,6 +161,18 @@ class _Box:
         if "problem" in said:
             raise SandboxFailed(said["problem"], field="command", value=orders["command"][0])
         return {**said, "stderr": outcome.stderr.decode(errors="replace").strip()[-500:]}
+
+
+def _check_program(program: str, path: str, sandbox: Sandbox, field: str) -> None:
+    """Raise ConfigError unless a program is found in the sandbox, by its path or in ``path``."""
+    look = "import shutil, sys; sys.exit(shutil.which(sys.argv[1], path=sys.argv[2]) is None)"
+    if sandbox.run({}, [*sandbox.python, "-c", look, program, path]).succeeded:
+        return
+    problem, remedy = "there is no such program", "install it where the Explorer runs, below /usr or in `folders`"
+    if found := shutil.which(program, path=path):
+        problem = "programs in the sandbox do not see it"
+        remedy = f"list a folder above it in `folders`, and give its real path, {os.path.realpath(found)}"
+    raise ConfigError(problem, remedy, field=field, value=program)
 
 
 def _files(task: Task, name: str) -> dict[str, str]:

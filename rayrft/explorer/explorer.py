@@ -45,6 +45,8 @@ class Timings:
     """By domain."""
     operators: dict[str, OperatorStats] = field(default_factory=dict)
     """By operator on experiences."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """Failures of attempts whose kind is new since the previous record, by reason."""
 
     @classmethod
     def of(cls, several: Sequence[Timings]) -> Timings:
@@ -60,6 +62,7 @@ class Timings:
                 name: sum((each.operators[name] for each in several if name in each.operators), OperatorStats())
                 for name in operators
             },
+            {reason: text for each in several for reason, text in each.problems.items()},
         )
 
 
@@ -172,6 +175,7 @@ class Explorer(TaskActor):
             self.flow.verifying.take(),
             self._rewards.take_stats(),
             {} if self.flow.pipeline is None else self.flow.pipeline.take_stats(),
+            self._runner.take_problems(),
         )
 
     async def waiting(self) -> WaitReport:

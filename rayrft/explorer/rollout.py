@@ -101,11 +101,13 @@ class BusyClock:
 
 @dataclass(frozen=True)
 class _SharedObjects:
-    """Objects that runners share. ``logged``: the kinds of failures whose traceback is logged."""
+    """Objects that runners share. ``logged``: the kinds of failures that were logged whole; ``problems``: those of them
+    that nobody has taken yet, by reason."""
 
     environments: Environments | None
     workflows: dict[str, Workflow] = field(default_factory=dict)
     logged: set[int] = field(default_factory=set)
+    problems: dict[str, str] = field(default_factory=dict)
 
 
 class Runner:
@@ -219,8 +221,7 @@ class Runner:
             except (ContextFull, PromptTooLong) as error:
                 made = [trajectory for trajectory in model.started if trajectory.answers]
                 if not made:
-                    problem = f"workflow {workflow!r} on task {task.id}: the prompt is too long: {error}"
-                    return _Failure("prompt_too_long", problem)
+                    return self._failure(workflow, task, "prompt_too_long", f"the prompt is too long: {error}", "")
                 if isinstance(error, PromptTooLong):
                     made[-1].end_for_length()
             return _rows(made, task, name, model, calls)
@@ -250,13 +251,21 @@ class Runner:
 
     def _failure(self, workflow: str, task: Task, reason: str, problem: str, trace: str) -> _Failure:
         """Log a failure, the first of its kind with its traceback, and return it."""
-        text = f"workflow {workflow!r} on task {task.id}: {problem}"
-        kind = hash((workflow, trace[: trace.rfind("\n", 0, -1)]))
-        first = bool(trace) and kind not in self._shared.logged
+        text = f"workflow {workflow!r} on task {task.id}: {' '.join(problem.split())}"
+        places = [line for line in trace.splitlines() if line.startswith("  File")]
+        kind = hash((workflow, reason, *places))
+        first = kind not in self._shared.logged
         log.warning("%s\n%s" if first else "%s%s", text, trace * first)
         if first:
             self._shared.logged.add(kind)
+            self._shared.problems[reason] = text
         return _Failure(reason, text)
+
+    def take_problems(self) -> dict[str, str]:
+        """Return the failures since the last call that were the first of their kinds, one for each reason."""
+        taken = dict(self._shared.problems)
+        self._shared.problems.clear()
+        return taken
 
     async def _score_rows(self, task: Task, made: list[_BuiltRow]) -> None:
         """Set the results of rows: the workflow's reward if it set one, else that of the config."""

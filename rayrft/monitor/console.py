@@ -55,13 +55,17 @@ def _step(r: StepRecord) -> str:
         parts.append(f"{r.step_s:.2f} s = {split}")
     else:
         parts.append(f"{r.step_s:.2f} s")
-    return "  ".join([*parts, *_rows(r)])
+    return "  ".join([*parts, *_rows(r)]) + _problems(r)
+
+
+def _problems(r: StepRecord | RolloutRecord) -> str:
+    return "".join(f"\n  {reason}: {text}" for reason, text in r.timings.problems.items())
 
 
 def _rollout(r: RolloutRecord) -> str:
     parts = [f"[{r.stage} {r.step:>5} groups]", _reward(r), f"{r.tokens_per_s:,.0f} tok/s"]
     parts += [f"held {r.held}", f"{r.seconds:.2f} s ({_rollouts(r.timings)})"]
-    return "  ".join([*parts, *_rows(r)])
+    return "  ".join([*parts, *_rows(r)]) + _problems(r)
 
 
 def _reward(r: StepRecord | RolloutRecord) -> str:

@@ -260,6 +260,13 @@ def test_a_model_that_is_made_at_the_start_has_a_plan_on_cpus_alone() -> None:
         plan(base(), **{"trainer.gpus": 1, "explorer.engine.gpus": 1})
 
 
+@pytest.mark.parametrize(("key", "workflow"), [("explorer", "episode"), ("tasks.sources.0", "multi_turn")])
+def test_rows_of_several_turns_are_planned_as_long_as_the_model_allows(key: str, workflow: str) -> None:
+    [answers] = plan_steps(load_config(base()), 1.0)
+    [turns] = plan_steps(load_config(base(), {f"{key}.workflow": workflow}), 1.0)
+    assert answers.tokens < turns.tokens == turns.rows * 64
+
+
 def test_a_day_of_checkpoints_is_planned_with_what_retention_leaves(models: dict[str, str]) -> None:
     def volume(step_s: float = 86.4, **changes: Any) -> StepVolume:
         config = load_config(config_of(models["qwen3 0.6B"], 2), {"stages.grpo.steps": 400, **changes})

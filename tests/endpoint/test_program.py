@@ -114,6 +114,9 @@ async def test_a_program_that_fails_or_grows_or_hangs_costs_its_attempt_alone(ti
     async with running(tiny_model, "fails") as ran:
         rollout = await ran(n=2)
         assert rollout.failed == {"workflow_error": 2} and "no such customer" in str(rollout.problem)
+        [problem] = ran.runner.take_problems().values()
+        assert "no such customer" in problem and "\n" not in problem
+        assert (await ran()).failed and ran.runner.take_problems() == {}
     async with running(tiny_model, "fails", {"status": "any"}) as ran:
         rollout = await ran()
         assert not rollout.failed and ran.scored == [""]
@@ -206,7 +209,8 @@ async def test_stdin_and_environment_have_the_question_and_the_key(tiny_model: P
         ({"command": "claude -p"}, "command"),
         ({"command": []}, "command"),
         ({"command": ["no-such-agent"]}, "command"),
-        ({"command": ["sh"], "check": ["no-such-test"]}, "command"),
+        ({"command": ["sh"], "check": ["no-such-test"]}, "check"),
+        ({"command": ["/no/such/agent"]}, "command"),
         ({"command": ["sh"], "check": []}, "check"),
         ({"command": ["sh"], "folders": ["/no/such"]}, "folders"),
         ({"command": ["sh"], "status": "one"}, "status"),
@@ -216,6 +220,37 @@ async def test_stdin_and_environment_have_the_question_and_the_key(tiny_model: P
 def test_a_program_that_cannot_run_is_an_error_before_the_start(options: Any, field: str) -> None:
     with pytest.raises(ConfigError, check=about(field)):
         Program(**options)
+
+
+async def test_a_program_outside_of_the_folders_is_an_error_that_names_them(tmp_path: Path) -> None:
+    agent = tmp_path / "agent"
+    agent.write_text("#!/bin/sh\n")
+    for path in agent, *tmp_path.parents[:2], tmp_path:
+        path.chmod(0o755)
+    with pytest.raises(ConfigError, check=about("command", str(agent))) as error:
+        Program([str(agent)])
+    assert "`folders`" in error.value.remedy
+    await Program([str(agent)], folders=[str(tmp_path)]).close()
+
+
+async def test_a_check_without_files_fails_its_attempt(tiny_model: Path) -> None:
+    check = [PYTHON, "-S", "-c", "pass"]
+    async with running(tiny_model, "talks", {"check": check}) as ran:
+        rollout = await ran()
+        assert rollout.failed == {"workflow_error": 1} and "metadata.check_files" in str(rollout.problem)
+        assert [row.reward for row in (await ran(check_files={})).rows] == [1.0]
+
+
+async def test_a_program_that_fails_since_an_answer_was_cut_has_its_row(tiny_model: Path) -> None:
+    async with running(tiny_model, "fails", **{"explorer.sampling.max_tokens": 1}) as ran:
+        rollout = await ran()
+        assert not rollout.failed and [row.stop_reason for row in rollout.rows] == ["length"]
+
+
+async def test_a_prompt_without_room_names_the_limit(tiny_model: Path) -> None:
+    async with running(tiny_model, "talks", **{"model.max_length": 72}) as ran:
+        rollout = await ran(question="cat " * 80)
+        assert rollout.failed == {"prompt_too_long": 1} and "model.max_length" in str(rollout.problem)
 
 
 @pytest.mark.parametrize("files", [["a"], {"/etc/x": "y"}, {"../x": "y"}, {"x": 3}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -16,6 +17,8 @@ from typing import Any
 
 import gymnasium
 import pytest
+from websockets.sync.server import ServerConnection
+from websockets.sync.server import serve as serve_websockets
 
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data.task_sources import read_source
@@ -342,6 +345,24 @@ async def test_an_openenv_server_is_acted_in(echo_server: str, tiny_model: Path)
     assert earned(rollout) == [6.0] and rollout.rows[0].metrics == {"invalid_actions": 1.0}
 
 
+async def test_an_openenv_server_that_restarts_or_is_full_is_waited_for(tiny_model: Path) -> None:
+    """Its first connection is closed, and its second one gets no session."""
+    full = {"type": "error", "data": {"code": "CAPACITY_REACHED"}}
+    begun = {"type": "observation", "data": {"observation": {"text": "go"}, "done": True}}
+    connections = iter([[], [full], [begun, begun]])
+
+    def serve(connection: ServerConnection) -> None:
+        for answer in next(connections):
+            connection.recv()
+            connection.send(json.dumps(answer))
+
+    with serve_websockets(serve, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = "http://127.0.0.1:{}".format(*server.socket.getsockname()[1:])
+        rollout, _ = await play(tiny_model, "episode", "tac", **played("openenv", url=url, action="text"))
+    assert len(rollout.rows) == 1 and list(connections) == []
+
+
 @pytest.fixture(scope="module")
 def another_server() -> Iterator[str]:
     """A server without sessions, as those of OpenEnv 0.1 are."""
@@ -350,6 +371,27 @@ def another_server() -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"action": "text", "fixed": {"loud": True}}, None),
+        ({"observation": "ecko"}, ("observation", "ecko")),
+        ({"action": "txt"}, ("action", "txt")),
+        ({"action": "text", "fixed": {"lout": True}}, ("fixed", "lout")),
+        ({"action": "loud"}, ("fixed", {})),
+    ],
+)
+def test_an_openenv_server_has_the_fields_that_the_config_names(
+    options: dict[str, Any], wrong: tuple[str, Any] | None, echo_server: str
+) -> None:
+    explorer = config(**played("openenv", url=echo_server, **options)).explorer
+    if wrong is None:
+        check_workflows(explorer, [])
+        return
+    with pytest.raises(ConfigError, check=about(f"explorer.environment.options.{wrong[0]}", wrong[1])):
+        check_workflows(explorer, [])
 
 
 @pytest.mark.parametrize("options", [{}, {"observation": "ecko"}])
@@ -369,6 +411,6 @@ def test_an_openenv_server_is_tried_before_the_run(
 
 
 async def test_an_openenv_server_that_is_gone_fails_the_attempt(tiny_model: Path) -> None:
-    place = played("openenv", url="http://127.0.0.1:9")
+    place = played("openenv", url="http://127.0.0.1:9", wait_s=0)
     rollout, _ = await play(tiny_model, "episode", "tac", failures=True, **place)
     assert rollout.failed == {"environment_error": 1} and "refused" in str(rollout.problem)

@@ -36,7 +36,7 @@ def _made(kind: type, changes: dict[str, Any], **values: Any) -> Any:
 def step(**changes: Any) -> StepRecord:
     nested = {
         "metrics": _made(StepMetrics, changes),
-        "timings": _made(Timings, changes, rewards={}, operators={}),
+        "timings": _made(Timings, changes, rewards={}, operators={}, problems={}),
     }
     values = {
         "stage": "mix",
@@ -79,7 +79,7 @@ def every_record() -> list[Record]:
         "time": time.time(),
         "ledger": Ledger(20, 8, {"stale": 3, "late": 1}, 8, {"too long": 1}),
     }
-    explored = _made(RolloutRecord, changes, stage="fill", lost={}, timings=_made(Timings, changes))
+    explored = _made(RolloutRecord, changes, stage="fill", lost={}, timings=_made(Timings, changes, problems={}))
     return [
         step(**{**changes, "loss": math.nan}),
         step(**changes),

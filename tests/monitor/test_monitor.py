@@ -124,6 +124,12 @@ def test_a_step_line_counts_what_was_lost_by_mistake_and_not_what_is_dropped_by_
     assert "lost" not in format_record(step(lost={"zero_variance": 64, "late": 8}))
 
 
+def test_new_failures_of_attempts_are_lines_below_the_step() -> None:
+    problems = {"workflow_error": "it raised", "timeout": "it hung"}
+    line, *below = format_record(step(lost={"workflow_error": 3}, problems=problems)).splitlines()
+    assert line.endswith("lost 3 workflow_error") and below == ["  workflow_error: it raised", "  timeout: it hung"]
+
+
 def test_what_an_explore_job_put_is_a_line_and_numbers_on_the_dashboard() -> None:
     lost = {"zero_variance": 8, "reward_unknown": 2, "worth: too low": 3, "worth: timeout": 8}
     timings = Timings(1.5, 0.25, operators={"worth": OperatorStats(64, 11, made=2, failed=8, seconds=0.5)})

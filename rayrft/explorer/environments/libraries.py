@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import re
+import time
+import urllib.request
 from typing import TYPE_CHECKING, Any
 
 from rayrft.data.reasoning import split_reasoning
-from rayrft.errors import ConfigError
+from rayrft.errors import ConfigError, nearest
 from rayrft.experience import Task, reaches
 from rayrft.explorer.environments.base import Step, register_environment
 from rayrft.registry import check_installed
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
 
 
 _TIMEOUT_S = 60.0
-_NEEDS_MORE = re.compile("EXECUTION_ERROR|CAPACITY_REACHED")
+_PAUSE_S = 1.0
+"""Seconds between two tries to open a session."""
+_FULL = "CAPACITY_REACHED"
+_NEEDS_MORE = re.compile(f"EXECUTION_ERROR|{_FULL}")
 """Errors with which a server that begins no episode now may still begin those of tasks."""
 
 
@@ -29,18 +34,33 @@ class OpenEnvEnvironment:
     The answer is the field ``action`` of an action with ``fixed`` other fields; without ``action``, it is the action as
     JSON, and another text does nothing and counts as metric ``invalid_actions``. ``observation`` names the field that
     is shown; by default all are, as JSON. A task's ``metadata["environment"]`` may have arguments of ``reset``.
+
+    ``reset`` tries for ``wait_s`` seconds to open a session: a server that restarts, or has no session free, costs no
+    attempt that has not begun.
     """
 
     def __init__(
-        self, url: str, action: str | None = None, observation: str | None = None, fixed: dict[str, Any] | None = None
+        self,
+        url: str,
+        action: str | None = None,
+        observation: str | None = None,
+        fixed: dict[str, Any] | None = None,
+        wait_s: float = 20.0,
     ) -> None:
-        self._url = url
+        self._url, self._wait_s = url, wait_s
         self._socket: ClientConnection | None = None
         self._action, self._observation, self._fixed = action, observation, fixed or {}
 
     @staticmethod
-    def check(url: str, observation: str | None = None, **_: Any) -> None:
-        """Raise ConfigError unless a server at ``url`` begins an episode."""
+    def check(
+        url: str,
+        action: str | None = None,
+        observation: str | None = None,
+        fixed: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Raise ConfigError unless a server at ``url`` begins an episode, and its actions and observations have the
+        fields that are named."""
         extra, field = "pip install 'rayrft[openenv]'", "explorer.environment.options"
         check_installed("websockets", extra, ConfigError, "explorer.environment.name", "openenv")
         from websockets.exceptions import WebSocketException
@@ -58,6 +78,7 @@ class OpenEnvEnvironment:
         if seen and observation is not None and observation not in seen:
             remedy = f"name one of {', '.join(seen)}"
             raise ConfigError("observations lack it", remedy, field=f"{field}.observation", value=observation)
+        _check_action(url, action, fixed or {}, field)
 
     @staticmethod
     def prepare(**_: Any) -> None:
@@ -65,7 +86,21 @@ class OpenEnvEnvironment:
         import websockets.sync.client  # noqa: F401
 
     def reset(self, task: Task, seed: int) -> str:
-        return self._told(self._ask("reset", {"seed": seed, **task.metadata.get("environment", {})}))
+        from websockets.exceptions import WebSocketException
+
+        until = time.monotonic() + self._wait_s
+        while True:
+            try:
+                return self._told(self._ask("reset", {"seed": seed, **task.metadata.get("environment", {})}))
+            except (OSError, WebSocketException, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and _FULL not in str(error):
+                    raise
+                self.close()
+                if time.monotonic() >= until:
+                    problem = f"{self._url} opens no session within {self._wait_s:g} s: {type(error).__name__}: {error}"
+                    remedy = "start the server, let it have more sessions, or lower explorer.environment.processes"
+                    raise ConnectionError(f"{problem}; {remedy}") from error
+                time.sleep(_PAUSE_S)
 
     def step(self, action: str) -> Step:
         action = split_reasoning(action)[1]
@@ -82,6 +117,7 @@ class OpenEnvEnvironment:
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
+            self._socket = None
 
     def _ask(self, kind: str, data: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Send a message of the session, and return the data of the answer. Raises RuntimeError for an error there."""
@@ -99,6 +135,24 @@ class OpenEnvEnvironment:
         fields = found["observation"]
         text = fields if self._observation is None else fields[self._observation]
         return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+
+
+def _check_action(url: str, action: str | None, fixed: dict[str, Any], field: str) -> None:
+    """Raise ConfigError unless the server's actions have these fields and need no other, as far as it shows them."""
+    try:
+        place = re.sub("^ws", "http", url.rstrip("/")) + "/schema"
+        with urllib.request.urlopen(place, timeout=_TIMEOUT_S) as answer:
+            shown = json.load(answer)["action"]
+            fields, required = shown["properties"], shown.get("required", [])
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    for key, names in ("action", [action] if action else []), ("fixed", [*fixed]):
+        for name in names:
+            if name not in fields and shown.get("additionalProperties") is False:
+                raise ConfigError("actions lack it", nearest(name, fields), field=f"{field}.{key}", value=name)
+    if action is not None and (lacking := [name for name in required if name not in (action, *fixed)]):
+        problem, remedy = f"actions need {', '.join(lacking)}, too", "give them fixed values"
+        raise ConfigError(problem, remedy, field=f"{field}.fixed", value=fixed)
 
 
 @register_environment("reasoning_gym")

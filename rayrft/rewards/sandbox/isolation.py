@@ -27,9 +27,14 @@ from typing import Any
 from rayrft.rewards.sandbox import seccomp
 
 Files = Mapping[str, str | bytes]
-_FOLDER = "/box"
+PROGRAM_FOLDER = "/box"
 """The folder of a program and its files."""
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": _FOLDER, "TMPDIR": _FOLDER, "LANG": "C.UTF-8"}
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": PROGRAM_FOLDER,
+    "TMPDIR": PROGRAM_FOLDER,
+    "LANG": "C.UTF-8",
+}
 ENVIRONMENT["OMP_NUM_THREADS"] = "1"  # also for OpenBLAS: a thread for each core may exceed the limit of processes
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _NOBODY = 65534
@@ -88,7 +93,7 @@ class Root:
             if os.path.exists(path) and not any(Path(path).is_relative_to(bind) for bind in binds):
                 binds.append(path)
         if not any(Path(bind).is_relative_to("/tmp") for bind in binds):
-            links["/tmp"] = _FOLDER
+            links["/tmp"] = PROGRAM_FOLDER
         return cls(tuple(binds), links)
 
 
@@ -106,9 +111,9 @@ class Job:
 
     def files_for(self, user: int) -> dict[str, bytes]:
         """Return the files to create, by their paths in the sandbox."""
-        files = {f"{_FOLDER}/{name}": content for name, content in self.files.items()}
+        files = {f"{PROGRAM_FOLDER}/{name}": content for name, content in self.files.items()}
         if self.lenient:
-            passwd, group = f"user:x:{user}:{user}::{_FOLDER}:/bin/sh\n", f"user:x:{user}:\n"
+            passwd, group = f"user:x:{user}:{user}::{PROGRAM_FOLDER}:/bin/sh\n", f"user:x:{user}:\n"
             files |= {"/etc/passwd": passwd.encode(), "/etc/group": group.encode()}
             files["/etc/hosts"] = b"127.0.0.1 localhost\n"
         return files
@@ -229,12 +234,12 @@ class Bubblewrap(Isolation):
                 words += ["--dev-bind-try", path, path]
             if job.lenient:
                 words += ["--proc", "/proc"]
-            for path in (_FOLDER, "/dev/shm"):
+            for path in (PROGRAM_FOLDER, "/dev/shm"):
                 words += ["--perms", "1777", "--size", str(job.limits.folder_mib << 20), "--tmpfs", path]
             for path, content in job.files_for(user).items():
                 fds.append(_in_memory(content))
                 words += ["--perms", "0755", "--file", str(fds[-1]), path]
-            words += ["--remount-ro", "/", "--chdir", _FOLDER, "--seccomp", str(fds[0])]
+            words += ["--remount-ro", "/", "--chdir", PROGRAM_FOLDER, "--seccomp", str(fds[0])]
             words += ["--json-status-fd", str(status), "--block-fd", str(go), "--"]
             return words + inside, fds
 
@@ -251,13 +256,13 @@ class Namespaces(Isolation):
             size = job.limits.folder_mib << 20
             devices = [path for path in _DEVICES if os.path.exists(path)]
             user = unused_user() if os.geteuid() == 0 else None
-            folders = {_FOLDER: size, "/dev/shm": size}
+            folders = {PROGRAM_FOLDER: size, "/dev/shm": size}
             orders: dict[str, Any] = {"status": status, "go": go, "user": user, "nobody": _NOBODY}
             orders |= {"rlimits": job.limits.rlimits(), "seccomp": seccomp.program(lenient=job.lenient)}
             orders["lenient"] = job.lenient
             orders |= {"binds": [*job.root.binds, *devices], "links": dict(job.root.links), "folders": folders}
             orders |= {"files": job.files_for(user or _NOBODY)}
-            orders |= {"folder": _FOLDER, "writable": [*folders, *devices]}
+            orders |= {"folder": PROGRAM_FOLDER, "writable": [*folders, *devices]}
             orders |= {"command": list(job.command), "environment": ENVIRONMENT}
             launcher = bytecode(str(Path(__file__).with_name("launcher.py")))
             fds = [_in_memory(marshal.dumps(orders)), _in_memory(launcher)]
@@ -297,13 +302,13 @@ class Runsc(Isolation):
         read = [*job.root.binds, *(target for target in job.root.links if os.path.isdir(target) and target != "/tmp")]
         options = ["nosuid", "nodev", "mode=1777", f"size={size}"]
         in_memory: dict[str, Any] = {"type": "tmpfs", "source": "tmpfs", "options": options}
-        mounts = [{"destination": path, **in_memory} for path in (_FOLDER, "/tmp")]
+        mounts = [{"destination": path, **in_memory} for path in (PROGRAM_FOLDER, "/tmp")]
         for path in read:  # after /tmp, in which they may lie
             source = os.path.realpath(path)
             mounts.append({"destination": path, "type": "bind", "source": source, "options": ["rbind", "ro"]})
         for name in job.files:
             file = {"type": "bind", "source": str(bundle / "files" / name), "options": ["bind", "ro"]}
-            mounts.append({"destination": f"{_FOLDER}/{name}", **file})
+            mounts.append({"destination": f"{PROGRAM_FOLDER}/{name}", **file})
         limits, memory = job.limits.rlimits().items(), job.limits.memory_mib << 20
         return {
             "ociVersion": "1.0.2",
@@ -311,7 +316,7 @@ class Runsc(Isolation):
                 "user": {"uid": _NOBODY, "gid": _NOBODY},
                 "args": list(job.command),
                 "env": [f"{name}={value}" for name, value in ENVIRONMENT.items()],
-                "cwd": _FOLDER,
+                "cwd": PROGRAM_FOLDER,
                 "noNewPrivileges": True,
                 "capabilities": {},
                 "rlimits": [{"type": f"RLIMIT_{name}", "hard": limit, "soft": limit} for name, limit in limits],
