@@ -24,7 +24,7 @@ from rayrft.errors import ActorDied, ClusterError, ConfigError, OperatorFailed, 
 from rayrft.experience import Task
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.pipelines.tasks import load_processed
-from rayrft.runtime.handle import Handle, until_dead
+from rayrft.runtime.handle import NAMESPACE, Handle, until_dead
 from rayrft.runtime.serving.applications import HttpApplication
 from tests.config.given import GRPO, base
 from tests.e2e.conftest import small_config
@@ -121,7 +121,7 @@ async def test_engines_elsewhere_follow_the_weights_that_a_run_writes(
     service = await asyncio.to_thread(services.serve_weights, config, lambda _: None)
     try:
         pool_name = opened[0].arguments[2]
-        pool: Handle[EnginePool] = Handle("pool", ray.get_actor(pool_name.name, namespace=pool_name.namespace))
+        pool: Handle[EnginePool] = Handle("pool", ray.get_actor(pool_name, namespace=NAMESPACE))
         seen = await pool.call(EnginePool.members)
 
         async def until(versions: list[int]) -> None:
