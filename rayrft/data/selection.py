@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import re
 from collections.abc import Sequence
@@ -92,6 +93,7 @@ def _met(where: str, batch: pa.RecordBatch, *, check: bool = False) -> np.ndarra
 @functools.cache
 def _database() -> duckdb.DuckDBPyConnection:
     """Open this process's empty database. Every thread needs a cursor of its own."""
+    atexit.register(_database.cache_clear)  # else DuckDB's binding prints it as leaked when the interpreter ends
     # No access to files, extensions and Python's variables. One thread, because a fork would lose a pool of them.
     return duckdb.connect(config={"enable_external_access": False, "threads": 1, "lock_configuration": True})
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,7 +76,10 @@ def test_head_shows_a_line_a_row_and_no_more_than_asked_for(live: Path) -> None:
     assert len(lines) == 11
     assert len(call("head", live, "-n", 3).splitlines()) == 4
     assert len(call("head", live, "--store", "expert/gold").splitlines()) == 6
-    [_, line] = call("head", live, "--where", "group_id = '7'").splitlines()
+    command = [sys.executable, "-m", "rayrft", "data", "head", str(live), "--where", "group_id = '7'"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    [_, line], said = shown.stdout.splitlines(), shown.stderr
+    assert not said, "a condition leaves nothing behind of DuckDB, which would be printed"
     assert line.split() == ["7/0", "ready", "0", "4", "0", "0", "It", "is", "2."]
     narrow = CliRunner().invoke(app, ["data", "head", str(live)], env={"COLUMNS": "40"})
     assert narrow.output.splitlines() == lines, "nothing is cut where nobody looks on"
