@@ -28,7 +28,7 @@ from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.tools.vllm_parsers import check_call_format
-from rayrft.explorer.trajectory import Model, Trajectory
+from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
 from rayrft.registry import loaded_plugins
 from rayrft.rewards import RewardResult
 from rayrft.runtime.processes.pool import ProcessPool
@@ -70,6 +70,9 @@ class Applications:
 
     in_sandboxes = False
     """Whether applications reach their endpoint by a socket file."""
+    cut_result: float | str | None = None
+    """What counts as returned by an application that failed after an answer that was cut; None: the run's reward scores
+    the last answer."""
 
     def __init__(self, processes: Processes, tool_calls: str, history: History) -> None:
         check_call_format(tool_calls, "tool_calls")
@@ -94,7 +97,14 @@ class Applications:
                 finalize(worker, server.apps.pop, endpoint.name)
             with self._endpoints[worker].serving(attempt) as access:
                 calling = worker.call("run", task, access, deadline_s=math.inf)
-                returned, trajectories = await attempt.result(calling)
+                try:
+                    returned, trajectories = await attempt.result(calling)
+                except ContextFull:
+                    if attempt.reward is not None or self.cut_result is not None:
+                        result = attempt.reward or await _result(self.cut_result, "", partial(model.score, task))
+                        for trajectory in model.started:
+                            trajectory.reward(result)
+                    raise
         result = attempt.reward or await _result(returned, attempt.last_answer, partial(model.score, task))
         for trajectory in trajectories:
             trajectory.reward(result)

@@ -97,6 +97,7 @@ class Program(Applications):
                 _check_program(words[0], given["PATH"], sandbox, field)
         box = partial(_Box, command, stdin, given, answer, check, status, folders, isolation, limits)
         super().__init__(pool(box, processes), tool_calls, history)
+        self.cut_result = 0.0 if check is not None else "" if answer is not None else None
 
 
 @dataclass(frozen=True)

@@ -241,10 +241,17 @@ async def test_a_check_without_files_fails_its_attempt(tiny_model: Path) -> None
         assert [row.reward for row in (await ran(check_files={})).rows] == [1.0]
 
 
-async def test_a_program_that_fails_since_an_answer_was_cut_has_its_row(tiny_model: Path) -> None:
-    async with running(tiny_model, "fails", **{"explorer.sampling.max_tokens": 1}) as ran:
-        rollout = await ran()
+@pytest.mark.parametrize(
+    ("options", "reward", "scored"),
+    [({}, None, ["d"]), ({"answer": "a.txt"}, 0.0, [""]), ({"check": [PYTHON, "-c", ""]}, 0.0, [])],
+)
+async def test_a_program_that_fails_since_an_answer_was_cut_has_its_row(
+    tiny_model: Path, options: dict[str, Any], reward: float | None, scored: list[str]
+) -> None:
+    async with running(tiny_model, "fails", options, **{"explorer.sampling.max_tokens": 1}) as ran:
+        rollout = await ran(check_files={})
         assert not rollout.failed and [row.stop_reason for row in rollout.rows] == ["length"]
+        assert [row.reward for row in rollout.rows] == [reward] and ran.scored == scored
 
 
 async def test_a_prompt_without_room_names_the_limit(tiny_model: Path) -> None:
