@@ -93,7 +93,7 @@ def test_the_best_and_the_worst_of_a_group_are_a_pair_that_the_buffer_takes() ->
     found, _ = applied("best_against_worst", experiences([0.0, 1.0], [1.0, 0.0]))
     made = to_batch([experience_of(row) for row in found])
     check_schema(made.schema)
-    assert demonstration_kind(made) == (True, False)
+    assert demonstration_kind(made) == (2, False)
     assert len({row.experience_id for row in from_batch(made)}) == 4
     assert all(row.experience_id.startswith(f"{row.group_id}/") for row in from_batch(made))
 
