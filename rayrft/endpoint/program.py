@@ -38,7 +38,8 @@ class Program(Applications):
     file, where one that is missing is an empty text. With ``check``, it is 1 if that command then ends with status 0,
     else 0. The command runs in a sandbox without network, in a folder with what the program left and the files in
     ``metadata.check_files``, which the program cannot see. A task without that field fails its attempts. A program that
-    ends with another status than 0 fails its attempt, unless ``status: any``.
+    ends with another status than 0 fails its attempt, unless ``status: any``. After an answer that was cut its rows are
+    kept instead: with reward 0 by a ``check``, that of an empty text by ``answer``, else that of the last answer.
 
     ``folders`` are further folders that programs can read, beside /usr and that of Python; the command is looked for in
     their ``bin``, too. ``isolation`` is that of `Sandbox`, ``memory_mib`` the memory of a program with all that it
