@@ -29,7 +29,7 @@ from rayrft.core.plan import check_memory
 from rayrft.core.restarts import Budget
 from rayrft.core.services import task_engines
 from rayrft.core.shared_files import check_shared, check_storage, named_files
-from rayrft.data.models import check_auxiliary, check_length, find_model
+from rayrft.data.models import check_auxiliary, check_cache, check_length, find_model
 from rayrft.data.task_sources import RowsRead
 from rayrft.data.task_splits import load_taskset
 from rayrft.errors import ActorDied, ActorUnreachable, ModelError, RayrftError, RunNotFound, Stalled
@@ -131,7 +131,8 @@ def attempt_all(
     }
     if any(todo.values()):
         for model in models:
-            check_length(model.path, config.model.max_length, "model.max_length")
+            check_length(model.path, length := config.model.max_length, "model.max_length")
+            check_cache(model.path, length, config.model.dtype, config.explorer.engine, "explorer.engine")
         plan = plan_placement(config)
         say(show_plan(run, plan))
         check_room(plan, config.placement.wait_s, say)

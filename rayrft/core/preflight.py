@@ -131,6 +131,8 @@ def prepare(
     _ = tokenizer.stop_ids  # read before the tokenizer is pickled: it takes an import, too
     vocabulary, max_length = models.vocabulary_of(model), config.model.max_length
     models.check_length(model, max_length, "model.max_length")
+    if config.rolls_out:
+        models.check_cache(model, max_length, config.model.dtype, config.explorer.engine, "explorer.engine")
     if any(task.images for task in tasks):
         _ = tokenizer.images  # raises ModelError if the model takes none
     for stage in config.stages:

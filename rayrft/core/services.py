@@ -27,7 +27,7 @@ from rayrft.core.parts.rewards import reward_replicas
 from rayrft.core.placement import Placement, actor_name, show_plan
 from rayrft.core.plan import check_memory, plan
 from rayrft.core.shared_buffer import shared_actor_name
-from rayrft.data.models import check_length, find_model
+from rayrft.data.models import check_cache, check_length, find_model
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import ConfigError
@@ -245,6 +245,7 @@ def pipeline_engines(
         for name, each in wanted.items():
             ChatTokenizer(each.model, f"{name}.model", each.template)  # raises if there is none, before anything starts
             check_length(each.model, each.max_length, f"{name}.max_length")
+            check_cache(each.model, each.max_length, each.dtype, each.engine, f"{name}.engine")
             check_options(each.engine, f"{name}.engine", bounds=None)
         connect()
         plan = [*engine_groups.auxiliary_bundles(wanted), engine_groups.pool_bundles(len(wanted))]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rayrft.config.auxiliary import AuxiliaryConfig
+from rayrft.config.explorer import EngineConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError, first_line
 from rayrft.registry import Lazy
@@ -64,14 +66,23 @@ def attention_cost(model: str) -> float:
     """
     text = transformers.AutoConfig.from_pretrained(model).get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers
-    heads = getattr(text, "num_attention_heads", None) or 0
-    width = getattr(text, "head_dim", None) or hidden // max(heads, 1)
+    heads, shared, width = _heads(text)
     experts = getattr(text, "moe_intermediate_size", None) and text.num_experts_per_tok * text.moe_intermediate_size
     inner = experts or getattr(text, "intermediate_size", None) or 4 * hidden
-    of_layer = 2 * width * (heads + (getattr(text, "num_key_value_heads", None) or heads)) + 3 * inner
+    of_layer = 2 * width * (heads + shared) + 3 * inner
     weights = hidden * (layers * of_layer + text.vocab_size)
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
-    return kinds.count("full_attention") * heads * width / weights
+    return _layer_kinds(text).count("full_attention") * heads * width / weights
+
+
+def _heads(text: Any) -> tuple[int, int, int]:
+    """Return the numbers of a layer's heads of queries, and of keys, and the width of each."""
+    heads = getattr(text, "num_attention_heads", None) or 0
+    width = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
+    return heads, getattr(text, "num_key_value_heads", None) or heads, width
+
+
+def _layer_kinds(text: Any) -> list[str]:
+    return getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
 
 
 def check_length(model: str, max_length: int, field: str) -> None:
@@ -85,12 +96,28 @@ def check_length(model: str, max_length: int, field: str) -> None:
         raise ModelError(f"the model {model} has {most} positions", remedy, field=field, value=max_length)
 
 
+def check_cache(model: str, max_length: int, dtype: str, engine: EngineConfig, field: str) -> None:
+    """Raise ModelError for the ``field`` of an engine if its KV cache on a CPU has no room for a row of ``max_length``
+    tokens: vLLM would refuse to start. Models of which a layer does not keep all tokens are not checked."""
+    text = transformers.AutoConfig.from_pretrained(model).get_text_config()
+    windows = {"full_attention"} != {*_layer_kinds(text)} or getattr(text, "sliding_window", None)
+    if engine.gpus or windows or getattr(text, "kv_lora_rank", None):
+        return
+    _, heads, width = _heads(text)
+    token = 2 * text.num_hidden_layers * heads * width * (4 if dtype == "float32" else 2)
+    if engine.kv_cache_mib < (needed := math.ceil(token * max_length / 2**20)):
+        problem = f"a row of {max_length:,} tokens takes {needed} MiB"
+        remedy = f"raise it to {needed}, times the rows that an engine is to decode at once, or lower max_length"
+        raise ModelError(problem, remedy, field=f"{field}.kv_cache_mib", value=engine.kv_cache_mib)
+
+
 def check_auxiliary(auxiliary: Mapping[str, AuxiliaryConfig]) -> None:
     """Raise ModelError unless every auxiliary model exists, with its tokenizer and as many positions as it needs."""
     for name, config in auxiliary.items():
         field = f"auxiliary.{name}.model"
         ChatTokenizer(path := find_model(config.model, field), field, config.template)
         check_length(path, config.max_length, f"auxiliary.{name}.max_length")
+        check_cache(path, config.max_length, config.dtype, config.engine, f"auxiliary.{name}.engine")
 
 
 def check_teacher(path: str, field: str, tokenizer: ChatTokenizer, vocabulary: int) -> None:

@@ -11,8 +11,17 @@ from unittest.mock import Mock
 import pytest
 
 from rayrft.config.auxiliary import AuxiliaryConfig
+from rayrft.config.explorer import EngineConfig
 from rayrft.config.model import TinyModelConfig
-from rayrft.data.models import attention_cost, check_auxiliary, check_length, check_teacher, find_model, vocabulary_of
+from rayrft.data.models import (
+    attention_cost,
+    check_auxiliary,
+    check_cache,
+    check_length,
+    check_teacher,
+    find_model,
+    vocabulary_of,
+)
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError
 from rayrft.trainer.tiny import make_tiny_model
@@ -102,3 +111,23 @@ def test_a_model_with_fewer_positions_than_its_longest_text_is_refused(
     judge = {"judge": AuxiliaryConfig(model=short, max_length=most + 1)}
     with pytest.raises(ModelError, match=f"at most {most}", check=about("auxiliary.judge.max_length", most + 1)):
         check_auxiliary(judge)
+
+
+def test_a_cache_without_room_for_the_longest_row_is_refused_before_an_engine_starts(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    sizes["max_position_embeddings"] = 4096
+    fitting, engine, field = (8 << 20) // (2 * 4 * 2 * 64 * 4), EngineConfig(kv_cache_mib=8), "explorer.engine"
+    model = str(with_config(tiny_model, tmp_path / "full", layer_types=["full_attention"] * 4, **sizes))
+    check_cache(model, fitting, "float32", engine, field)
+    check_cache(model, 2 * fitting, "bfloat16", engine, field)
+    check_cache(model, fitting + 1, "float32", EngineConfig(gpus=1), field)
+    with pytest.raises(ModelError, match="takes 9 MiB", check=about(f"{field}.kv_cache_mib", 8)):
+        check_cache(model, fitting + 1, "float32", engine, field)
+    judge = {"judge": AuxiliaryConfig(model=model, max_length=fitting + 1, engine=engine)}
+    with pytest.raises(ModelError, check=about("auxiliary.judge.engine.kv_cache_mib", 8)):
+        check_auxiliary(judge)
+    windows = ["full_attention", "sliding_attention"] * 2
+    part = str(with_config(tiny_model, tmp_path / "part", layer_types=windows, **sizes))
+    check_cache(part, fitting + 1, "float32", engine, field)  # a window keeps less
