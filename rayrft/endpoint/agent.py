@@ -88,7 +88,7 @@ class Applications:
         if self._listening is None:
             self._listening = asyncio.ensure_future(Server(for_sandboxes=self.in_sandboxes).start())
         server = await asyncio.shield(self._listening)
-        attempt = ApplicationAttempt(model)
+        attempt, cut = ApplicationAttempt(model), None
         async with contextlib.AsyncExitStack() as leases:
             with model.queued():
                 worker = await leases.enter_async_context(self._processes.lease())
@@ -99,15 +99,15 @@ class Applications:
                 calling = worker.call("run", task, access, deadline_s=math.inf)
                 try:
                     returned, trajectories = await attempt.result(calling)
-                except ContextFull:
-                    if attempt.reward is not None or self.cut_result is not None:
-                        result = attempt.reward or await _result(self.cut_result, "", partial(model.score, task))
-                        for trajectory in model.started:
-                            trajectory.reward(result)
-                    raise
+                except ContextFull as error:
+                    if attempt.reward is None and self.cut_result is None:
+                        raise
+                    returned, trajectories, cut = self.cut_result, model.started, error
         result = attempt.reward or await _result(returned, attempt.last_answer, partial(model.score, task))
         for trajectory in trajectories:
             trajectory.reward(result)
+        if cut is not None:
+            raise cut
         return trajectories
 
     async def close(self) -> None:
