@@ -21,7 +21,7 @@ class EngineConfig(Section):
     """CPU memory reserved for one engine. With a tiny model its actor takes 0.5 GiB and vLLM's core 1.2 GiB."""
     tensor_parallel: int = Field(1, ge=1)
     kv_cache_mib: int = Field(64, ge=8)
-    """KV cache of a CPU engine."""
+    """KV cache of an engine on a CPU, which must hold a row of ``max_length`` tokens."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Share of a GPU's memory that an engine takes. By default 0.85 of ``gpus`` (of a whole GPU above 1); beside a
     trainer rank what the rank leaves by the plan of its memory, see `rayrft plan`."""
