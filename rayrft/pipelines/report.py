@@ -63,14 +63,6 @@ class Report:
 
     operators: list[OperatorReport]
 
-    @property
-    def left_out(self) -> Counter[str]:
-        """Rows left out, as ``operator: reason``."""
-        total = Counter[str]()
-        for operator in self.operators:
-            total.update({f"{operator.name}: {reason}": count for reason, count in operator.reasons.items()})
-        return total
-
     def table(self) -> Table:
         """Return a table of all operators."""
         from rich.table import Table

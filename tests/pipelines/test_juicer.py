@@ -17,7 +17,7 @@ from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.pipelines.operators.juicer import PACKAGES, PYTHON
 from rayrft.pipelines.rows import lineage
 from tests.errors import about
-from tests.pipelines.small import linked, rows, run
+from tests.pipelines.small import left_out, linked, rows, run
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_filters_and_deduplicators_leave_rows_out_whatever_the_batches(tmp_path:
     for size in (1, 3):
         found, done = run(LINKED, tmp_path, operators, batch_rows=size)
         assert [row["question"] for row in found] == ["see LINK now", "the same"]
-        assert sorted(done.report.left_out.items()) == [
+        assert sorted(left_out(done).items()) == [
             ("juicer: document_deduplicator leaves it out", 1),
             ("juicer: text_length_filter leaves it out", 1),
         ]
