@@ -12,7 +12,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,16 +33,9 @@ _Row = dict[str, Any]
 _USERS = uuid.uuid5(uuid.NAMESPACE_URL, "rayrft:feedback")
 
 
-@dataclass(frozen=True)
-class ExportCounts:
-    """Numbers of rows that were written, and of judgements whose answers are no longer in the log."""
-
-    rows: int
-    missing: int
-
-
-def write_feedback(judgements: Judgements, answers: dict[str, ShownAnswer], path: Path, form: str) -> ExportCounts:
-    """Write judgements to a JSONL file. ``answers`` are those in the run's log by experience id.
+def write_feedback(judgements: Judgements, answers: dict[str, ShownAnswer], path: Path, form: str) -> tuple[int, int]:
+    """Write judgements to a JSONL file. ``answers`` are those in the run's log by experience id. Return the numbers of
+    rows that were written, and of judgements whose answers are no longer in the log.
 
     ``pairs``: ``prompt, chosen, rejected`` of picks and rankings, by majority; ``answers``: edited answers as
     ``messages``; ``labelled``: ``prompt, response, label`` of thumbs; these are demonstrations as in `RowFormat`.
@@ -64,7 +56,7 @@ def write_feedback(judgements: Judgements, answers: dict[str, ShownAnswer], path
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows[form]]
     with atomic_file(path) as partial, partial.open("w") as file:
         file.writelines(lines)
-    return ExportCounts(len(lines), len(judgements.all) - len(there))
+    return len(lines), len(judgements.all) - len(there)
 
 
 def read_feedback(path: Path, tool: str, answers: dict[str, ShownAnswer], settings: FeedbackConfig) -> list[Judgement]:

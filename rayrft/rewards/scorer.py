@@ -330,19 +330,14 @@ class RewardActor(Scorer, Watched):
         return await super().score(task, transcripts)
 
 
-class ActorBackend:
+class ActorBackend(ActorPool[RewardActor]):
     """Scores by reward actors that Ray restarts: each call by the one with the fewest results to return."""
 
     def __init__(self, actors: Sequence[Handle[RewardActor]]) -> None:
-        self._actors = ActorPool(
-            iter(actors).__next__, lambda actor: actor.call(RewardActor.open), len(actors), "actor", restarted=True
-        )
-
-    async def open(self) -> None:
-        """Start the actors. Raises ConfigError where a reward cannot be built."""
-        await self._actors.open()
+        create, count = iter(actors).__next__, len(actors)
+        super().__init__(create, lambda actor: actor.call(RewardActor.open), count, "actor", restarted=True)
 
     async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
         """See `ScoringBackend`."""
-        call = self._actors.call(lambda actor: actor.call(RewardActor.score, task, transcripts), load=len(transcripts))
+        call = self.call(lambda actor: actor.call(RewardActor.score, task, transcripts), load=len(transcripts))
         return with_retries(*await call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -98,16 +97,16 @@ class GroupHost(OperatorHost):
         self._rows, outcomes = before, list[Outcome]()
         for number, link in enumerate(self._links):
             if link.operator.scope == "all":
-                self.observe(number)
-                self.finish(number)
+                link.operator.observe(self._rows)
+                link.operator.settle()
             outcomes.append(self.apply(number))
             if not outcomes[-1].given:
                 break
         kept, changed, made = group_difference(before, self._rows, self._key)
         return kept, packed(changed), None if made is None else packed(made), outcomes
 
-    def apply(self, number: int) -> Outcome:
-        outcome = super().apply(number)
+    def apply(self, number: int, message: bytes | None = None) -> Outcome:
+        outcome = super().apply(number, message)
         return replace(outcome, left_out=[replace(each, values={}) for each in outcome.left_out])
 
 
@@ -232,16 +231,15 @@ class OperatorActor(LocalOperators, Watched):
         auxiliary: Mapping[str, AuxiliaryConfig],
         reward: RewardModelsConfig,
     ) -> None:
-        self._tasks: dict[str, Task] = {}
+        self._tasks = list[Task]()
         """Of the groups in flight."""
-        self._groups = Counter[str]()
         opens = partial(
             open_models,
             engines=running_engines(models() if models is not None else {}, auxiliary),
             endpoints=config.endpoints,
             reward=reward,
             plugins=chain.plugins,
-            tasks=self._tasks.get,
+            tasks=lambda task_id: next((task for task in self._tasks if task.id == task_id), None),
             answer_s=config.answer_s,
         )
         super().__init__(chain, config, opens)
@@ -252,38 +250,24 @@ class OperatorActor(LocalOperators, Watched):
 
     async def apply(self, rows: pa.RecordBatch, task: Task) -> GroupResult:  # type: ignore[override]  # it is known
         await self.open()  # the call may have been sent to a predecessor that has died
-        self._tasks[task.id] = task
-        self._groups[task.id] += 1
+        self._tasks.append(task)
         try:
             return await super().apply(rows, task)
         finally:
-            self._groups[task.id] -= 1
-            if not self._groups[task.id]:
-                del self._groups[task.id], self._tasks[task.id]
+            self._tasks.remove(task)
 
 
-class ActorOperators:
+class ActorOperators(ActorPool[OperatorActor]):
     """Operators in actors that Ray restarts: a group goes to the actor with the fewest rows in flight."""
 
     def __init__(self, actors: Sequence[Handle[OperatorActor]]) -> None:
-        self._actors = ActorPool(
-            iter(actors).__next__,
-            lambda actor: actor.call(OperatorActor.open),
-            len(actors),
-            "operators",
-            restarted=True,
-        )
-
-    async def open(self) -> None:
-        """Start the actors. Raises ConfigError if operators cannot be started."""
-        await self._actors.open()
+        create, count = iter(actors).__next__, len(actors)
+        super().__init__(create, lambda actor: actor.call(OperatorActor.open), count, "operators", restarted=True)
 
     async def apply(self, rows: pa.RecordBatch, task: Task) -> GroupResult:
         """Process a group. Raises OperatorFailed, also if every actor that was tried failed."""
         try:
-            result, _ = await self._actors.call(
-                lambda actor: actor.call(OperatorActor.apply, rows, task), load=rows.num_rows
-            )
+            result, _ = await self.call(lambda actor: actor.call(OperatorActor.apply, rows, task), load=rows.num_rows)
         except (ActorDied, ActorUnreachable) as error:
             problem = f"its actors failed: {error.problem}"
             raise OperatorFailed(problem, error.remedy, field="pipelines.experiences") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,13 +86,10 @@ class OperatorHost:
             self._links[number].operator.prepare()
         self._rows: pa.RecordBatch | None = None
 
-    def load(self, message: bytes) -> None:
-        """Set the current batch."""
-        self._rows = unpacked(message)
-
-    def apply(self, number: int) -> Outcome:
-        """Apply an operator to the current batch."""
+    def apply(self, number: int, message: bytes | None = None) -> Outcome:
+        """Apply an operator to a batch, by default to what is left of the current one."""
         link = self._links[number]
+        self._rows = self._rows if message is None else unpacked(message)
         try:
             self._rows, outcome = apply_link(link, self._rows, self._samples)
         except OperatorFailed as error:  # `operator_failure` names the operator and the remedy
@@ -106,16 +103,18 @@ class OperatorHost:
                 raise (OperatorFailed(f"row {raised[0].row}: it {raised[0].reason}") if raised else error) from error
         return outcome
 
-    def observe(self, number: int) -> None:
-        """Show an operator the current batch."""
-        assert self._rows is not None
+    def observe(self, number: int, message: bytes) -> float:
+        """Show an operator a batch; return the seconds that it took."""
+        rows, start = unpacked(message), time.perf_counter()
         # Each column in memory of its own: with one that an operator keeps, all of the message would stay.
-        self._rows = self._rows.take(pa.array(np.arange(self._rows.num_rows)))
-        self._links[number].operator.observe(self._rows)
+        self._links[number].operator.observe(rows.take(pa.array(np.arange(rows.num_rows))))
+        return time.perf_counter() - start
 
-    def finish(self, number: int) -> None:
-        """Let an operator conclude from all batches that it has seen."""
+    def finish(self, number: int) -> float:
+        """Let an operator conclude from all batches that it has seen; return the seconds that it took."""
+        start = time.perf_counter()
         self._links[number].operator.settle()
+        return time.perf_counter() - start
 
     def result(self) -> bytes:
         """Return the current batch."""
@@ -134,9 +133,9 @@ class OperatorProcess:
 
     async def apply(self, numbers: Sequence[int], message: bytes, note: NoteWork) -> bytes | None:
         """Apply operators to a batch; return the rows that are left, or None if there are none."""
-        await self._call(numbers[0], message, "load", message)
         for number in numbers:
-            outcome: Outcome = await self._call(number, message, "apply", number)
+            given = message if number == numbers[0] else None
+            outcome: Outcome = await self._call(number, message, "apply", number, given)
             note((number, outcome))
             if not outcome.given:
                 return None
@@ -145,18 +144,11 @@ class OperatorProcess:
 
     async def observe(self, number: int, message: bytes) -> float:
         """Show an operator a batch; return the seconds that it took."""
-        await self._call(number, message, "load", message)
-        return await self._timed(number, message, "observe", self._deadline_s)
+        return await self._call(number, message, "observe", number, message)
 
     async def finish(self, number: int, batches: int) -> float:
         """Let an operator conclude from all batches that it has seen; return the seconds that it took."""
-        return await self._timed(number, None, "finish", self._deadline_s * max(1, batches))
-
-    async def _timed(self, number: int, message: bytes | None, method: str, deadline_s: float) -> float:
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        await self._call(number, message, method, number, deadline_s=deadline_s)
-        return loop.time() - start
+        return await self._call(number, None, "finish", number, deadline_s=self._deadline_s * max(1, batches))
 
     async def _call(
         self, number: int, message: bytes | None, method: str, *arguments: Any, deadline_s: float | None = None
