@@ -206,7 +206,7 @@ class LocalOperators:
 
     async def _one_by_one(self, worker: Worker, rows: pa.RecordBatch) -> GroupResult:
         """Apply each operator in another call. Raises OperatorFailed, which names the one that fails."""
-        process = OperatorProcess(worker, self._links, self._deadline_s, self._models)
+        process = OperatorProcess(worker, [link.field for link in self._links], self._deadline_s, self._models)
         outcomes, message = list[tuple[int, Outcome]](), packed(rows)
         for numbers in host.segments(self._links):
             if self._links[numbers[0]].operator.scope == "all":

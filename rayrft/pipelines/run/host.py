@@ -123,12 +123,13 @@ class OperatorHost:
 
 
 class OperatorProcess:
-    """Calls of an `OperatorHost` in a process. ``models`` answers what the operators ask."""
+    """Calls of an `OperatorHost` in a process. ``fields`` name the operators in errors; ``models`` answers what these
+    ask."""
 
     def __init__(
-        self, worker: Worker, links: Sequence[ChainLink], deadline_s: float, models: ModelServer | None = None
+        self, worker: Worker, fields: Sequence[str], deadline_s: float, models: ModelServer | None = None
     ) -> None:
-        self._worker, self._links, self._deadline_s = worker, links, deadline_s
+        self._worker, self._fields, self._deadline_s = worker, fields, deadline_s
         self._serve = models.serve if models is not None else None
 
     async def apply(self, numbers: Sequence[int], message: bytes, note: NoteWork) -> bytes | None:
@@ -157,7 +158,7 @@ class OperatorProcess:
             limit_s = deadline_s or self._deadline_s
             return await self._worker.call(method, *arguments, deadline_s=limit_s, serve=self._serve)
         except (CallFailed, ActorDied, EndpointFailed) as error:
-            field, at = self._links[number].field, ""
+            field, at = self._fields[number], ""
             if message is not None:
                 rows = unpacked(message)
                 at = f", on the batch of {rows.num_rows} rows that begins with {rows.column(0)[0]}"

@@ -62,11 +62,9 @@ class Pipeline:
         self.schema = self.links[-1].gives if self.links else schema
         self.report = Report([OperatorReport(link.name) for link in self.links])
         self._segments = host.segments(self.links, apart=workers > 1)
-        distributes = [workers > 1 and host.is_distributable(link) for link in self.links]
-        here = [number for number, elsewhere in enumerate(distributes) if not elsewhere]
-        self._create = partial(OperatorHost, build, samples, leave_out, here)
-        self._build, self._leave_out, self._workers, self._distributes = build, leave_out, workers, distributes
-        self._plugins, self._deadline_s = tuple(plugins), deadline_s
+        self._distributes = [workers > 1 and host.is_distributable(link) for link in self.links]
+        self._create, self._plugins = partial(OperatorHost, build, samples, leave_out), tuple(plugins)
+        self._fields, self._workers, self._deadline_s = [link.field for link in self.links], workers, deadline_s
         self._batch_rows, self._samples = batch_rows, samples
 
     def run(
@@ -96,7 +94,8 @@ class Pipeline:
         progress: NoteGiven,
         models: AbstractAsyncContextManager[ModelServer | None],
     ) -> Report:
-        pool = host.operator_pool(self._create, self._plugins)
+        here = [number for number, elsewhere in enumerate(self._distributes) if not elsewhere]
+        pool = host.operator_pool(partial(self._create, here), self._plugins)
 
         def note(done: tuple[int, Outcome]) -> None:
             number, outcome = done
@@ -110,7 +109,7 @@ class Pipeline:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rayrft-pipeline-")))
             try:
                 async with models as server, pool.lease() as worker:
-                    process = OperatorProcess(worker, self.links, self._deadline_s, server)
+                    process = OperatorProcess(worker, self._fields, self._deadline_s, server)
                     async with aclosing(self._stream(process, batches, folder, note)) as stream:
                         async for batch in stream:
                             take(batch)
@@ -153,8 +152,8 @@ class Pipeline:
                     yield host.unpacked(rows)
 
     async def _in_actors(self, numbers: Sequence[int], stream: Flow, note: NoteWork) -> Flow:
-        create = partial(OperatorHost, self._build, self._samples, self._leave_out, numbers)
-        segment = Segment(tuple(numbers), self._build, create, self._plugins, self._deadline_s)
+        create = partial(self._create, numbers)
+        segment = Segment(numbers, self._fields, create, self._plugins, self._deadline_s)
         async with aclosing(distribute(segment, stream, self._workers)) as results:
             async for result in results:
                 for each in result.outcomes:
