@@ -169,7 +169,6 @@ class FeedbackPage(HttpService):
         await asyncio.wait({self._referring}, timeout=_REFERENCES_S)
         self._delivery = Delivery(self.rows, self.judgements, self._journal, self._before)
         self._closing.push_async_callback(self._delivery.close)
-        self._delivery.wake()
 
     async def _refer(self) -> None:
         try:

@@ -156,8 +156,6 @@ def checked(found: object, transcript: Transcript, *, whole: bool = True) -> Rew
     Unless the reward saw the ``whole`` transcript, steps of the last answer count from the end of its reasoning."""
     if not isinstance(found, RewardResult):
         found = RewardResult(float(cast("float", found)))
-        if math.isfinite(found.value or 0.0):
-            return found
     if found.value is None:
         return _unknown(found, found.reason)
     plain = (found.components, found.turns, found.steps, found.shaping) == ({}, (), (), 0.0)

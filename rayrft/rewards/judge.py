@@ -117,8 +117,7 @@ class Judge:
             raise _invalid(f"the template has another place or brace: {error}", "template", template) from None
         grade = {"type": "integer", "enum": list(range(low, high + 1))}
         verdict: dict[str, Any] = {"grade": grade} if compare == "none" else {"better": {"enum": ["A", "B", "tie"]}}
-        properties = {"reason": {"type": "string"}, **verdict}
-        schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        schema = object_schema({"reason": {"type": "string"}, **verdict})
         self._sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "json_schema": schema}
         self._model: ChatModel | None = OpenAIModel(url, model, key_variable) if url and model else None
 
@@ -186,6 +185,11 @@ class Judge:
 
 def _invalid(problem: str, option: str, value: object) -> ConfigError:
     return ConfigError(problem, "see rayrft.rewards.judge.Judge", field=f"reward.options.{option}", value=value)
+
+
+def object_schema(properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a JSON object that has all of these properties, and no others."""
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 def tagged(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:

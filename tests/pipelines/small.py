@@ -66,7 +66,7 @@ def reasons(outcome: Outcome) -> list[str]:
 
 def left_out(done: ProcessingResult) -> Counter[str]:
     """Rows that operators left out, as ``operator: reason``."""
-    named = [(each.name, each.reasons) for each in done.report.operators]
+    named = [(each.name, each.reasons) for each in done.reports]
     return Counter({f"{name}: {reason}": count for name, reasons in named for reason, count in reasons.items()})
 
 

@@ -51,7 +51,7 @@ class Ran:
             left_out=lambda operator, gone: self.told.append((operator, *((row.row, row.reason) for row in gone))),
             progress=lambda operator, taken: self.told.append((operator, taken)),
         )
-        for each in self.report.operators:
+        for each in self.report:
             each.seconds = 0.0
 
 

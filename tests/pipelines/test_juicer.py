@@ -49,7 +49,7 @@ def test_a_mapper_changes_texts_and_nothing_else(tmp_path: Path) -> None:
     found, done = run(LINKED, tmp_path, [{"juicer": "clean_links_mapper"}], batch_rows=3)
     assert [row["question"] for row in found] == ["see  now", "the same", "short", "the same"]
     assert [(row["answer"], row["more"]) for row in found] == [(row["answer"], row["more"]) for row in LINKED]
-    assert done.report.operators[0].changed == 1
+    assert done.reports[0].changed == 1
 
 
 @there

@@ -42,8 +42,8 @@ def test_rows_go_through_all_operators_and_are_counted(tmp_path: Path) -> None:
     assert [row["question"] for row in found if not row["made_by"]] == [f"QUESTION {number}!" for number in range(10)]
     made = [row for row in found if row["made_by"]]
     assert [row["question"] for row in made] == [f"!{str(number)[::-1]} NOITSEUQ" for number in range(10)]
-    assert [each.name for each in done.report.operators] == names
-    counts = [(each.taken, each.given, each.changed, each.made) for each in done.report.operators]
+    assert [each.name for each in done.reports] == names
+    counts = [(each.taken, each.given, each.changed, each.made) for each in done.reports]
     assert counts[:4] == [(27, 26, 0, 0), (26, 25, 0, 0), (25, 25, 25, 0), (25, 20, 0, 0)]
     assert counts[4:] == [(20, 20, 0, 0), (20, 10, 0, 0), (10, 20, 0, 10)]
     assert left_out(done) == {
@@ -54,7 +54,7 @@ def test_rows_go_through_all_operators_and_are_counted(tmp_path: Path) -> None:
     }
     gone = read(tmp_path / "left_out.jsonl")
     assert len(gone) == 17 and gone[0]["row"]["question"] == " "
-    assert all(each.seconds > 0 for each in done.report.operators)
+    assert all(each.seconds > 0 for each in done.reports)
     assert done.rows == 20
 
 
@@ -88,7 +88,7 @@ def test_broken_rows_are_counted_and_listed_and_no_row_is_an_empty_file(tmp_path
     assert [entry["number"] for entry in read(tmp_path / "left_out.jsonl")] == [2, 3, 4]
     found, done = run(questions(3), tmp_path, [{"name": "expression", "where": "false"}, {"name": "novelty"}])
     assert found == [] and done.rows == 0
-    assert done.report.operators[1].taken == 0
+    assert done.reports[1].taken == 0
 
 
 def test_values_that_operators_do_not_read_come_through_as_they_were(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_operators_on_groups_and_on_batches_are_tried_on_the_rows_of_a_run(tmp_p
     config = PipelineConfig(operators=operators, batch_rows=5)
     tasks = {row.task_id: Task(row.task_id, "What?", "That") for row in own}
     done = process([open_table(source)], config, tmp_path / "out.parquet", tasks=tasks)
-    rebalanced, reweighted, _ = done.report.operators
+    rebalanced, reweighted, _ = done.reports
     assert rebalanced.reasons == {"over the share of expert rows": 2}, "two expert rows stay beside six own ones"
     assert reweighted.changed == 6
     written = pq.read_table(tmp_path / "out.parquet")
@@ -367,7 +367,7 @@ def test_rows_on_which_an_operator_raises_are_left_out_if_asked_for(tmp_path: Pa
     assert left_out(done) == {"raises: raised KeyError": 1}
     [gone] = read(tmp_path / "left_out.jsonl")
     assert gone["row"]["question"] == "bad" and "no such thing" in gone["reason"]
-    assert (done.report.operators[0].taken, done.report.operators[0].given) == (8, 7)
+    assert (done.reports[0].taken, done.reports[0].given) == (8, 7)
     found, _ = run([given[5]], tmp_path, [{"name": "raises"}], on_error="leave_out")
     assert found == []
 

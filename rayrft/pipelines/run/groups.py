@@ -82,14 +82,13 @@ class GroupHost(OperatorHost):
 
     def __init__(self, chain: GroupChain, leave_out: bool) -> None:
         super().__init__(chain.build, 0, leave_out)
-        self._key = chain.key
-        grouped = [link.operator for link in self._links if link.operator.scope == "group"]
-        mixes = chain.whole or any(each.group_by != "group_id" for each in grouped)
-        self._most = 1 if mixes else _MOST_GROUPS
+        self._key, self._whole = chain.key, chain.whole
 
     def max_batch(self) -> int:
         """Return how many groups may be processed together: one if an operator would mix them."""
-        return self._most
+        grouped = [link.operator for link in self._links if link.operator.scope == "group"]
+        mixes = self._whole or any(each.group_by != "group_id" for each in grouped)
+        return 1 if mixes else _MOST_GROUPS
 
     def process(self, messages: list[bytes]) -> tuple[list[int], bytes, bytes | None, list[Outcome]]:
         """Apply all operators to groups together; return the fields of their `GroupResult`, packed."""
@@ -158,7 +157,8 @@ class LocalOperators:
         self._open_models, self._opened = models, AsyncExitStack()
         self._models: ModelServer | None = None
         self._links, self._key, self._deadline_s = chain.build(), chain.key, config.deadline_s
-        create = partial(GroupHost, chain, config.on_error == "leave_out")
+        create, why = partial(GroupHost, chain, config.on_error == "leave_out"), "the operators cannot be started"
+        remedy = "see the cause, and the operators' options"
         self._calls = CallQueue[pa.RecordBatch, GroupResult](
             operator_pool(create, chain.plugins, processes=config.workers + chain.whole, spares=int(chain.whole)),
             self._make,
@@ -166,11 +166,7 @@ class LocalOperators:
             spare=0,
             deadline_s=config.deadline_s,
             start_s=START_S,
-            failure=lambda error: ConfigError(
-                f"the operators cannot be started: {error}",
-                "see the cause, and the operators' options",
-                field=self._links[0].field,
-            ),
+            failure=lambda error: ConfigError(f"{why}: {error}", remedy, field=self._links[0].field),
             again=(CallFailed, ActorDied, EndpointFailed),
             fresh=chain.whole,
         )

@@ -84,12 +84,12 @@ class OperatorHost:
         self._links, self._samples, self._leave_out = build(), samples, leave_out
         for number in range(len(self._links)) if numbers is None else numbers:
             self._links[number].operator.prepare()
-        self._rows: pa.RecordBatch | None = None
 
     def apply(self, number: int, message: bytes | None = None) -> Outcome:
         """Apply an operator to a batch, by default to what is left of the current one."""
         link = self._links[number]
-        self._rows = self._rows if message is None else unpacked(message)
+        if message is not None:
+            self._rows: pa.RecordBatch = unpacked(message)
         try:
             self._rows, outcome = apply_link(link, self._rows, self._samples)
         except OperatorFailed as error:  # `operator_failure` names the operator and the remedy
@@ -118,7 +118,6 @@ class OperatorHost:
 
     def result(self) -> bytes:
         """Return the current batch."""
-        assert self._rows is not None
         return packed(self._rows)
 
 
