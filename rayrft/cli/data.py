@@ -209,6 +209,7 @@ def process_rows(
 
     from rayrft.core.services import pipeline_inputs
     from rayrft.pipelines.files import process
+    from rayrft.pipelines.report import operator_examples, operator_table
 
     loaded = read_config(PipelineConfig, pipeline)
     if loaded.workers > 1 or any(each.read is not None for each in loaded.rows):
@@ -231,8 +232,8 @@ def process_rows(
             sources, loaded, out, context=context, left_out=left_out, progress=advance, models=models, tasks=tasks
         )
     journal.unlink(missing_ok=True)
-    Console(highlight=False, markup=False).print(done.report.table())
-    for line in done.report.examples():
+    Console(highlight=False, markup=False).print(operator_table(done.reports))
+    for line in operator_examples(done.reports):
         print(line)
     for name, broken in done.broken.items():
         shown = list(broken.items())[: max(1, loaded.samples)]

@@ -39,10 +39,10 @@ def export_feedback(
     judgements = Judgements(read_config(FeedbackConfig, {}, changes(settings)), entries)
     archive = archive_of(run, storage)
     answers = read_answers(archive, {row for each in judgements.all.values() for row in each.rows})
-    done = write_feedback(judgements, answers, out, form)
-    print(f"{done.rows} rows in {out}")
-    if done.missing:
-        print(f"left out {done.missing} judgements of answers that are no longer in the run's log")
+    rows, missing = write_feedback(judgements, answers, out, form)
+    print(f"{rows} rows in {out}")
+    if missing:
+        print(f"left out {missing} judgements of answers that are no longer in the run's log")
     report_damage(archive)
 
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import ne
 from typing import TypeVar
 
 from rayrft.feedback.judgements import Judgement
 
 V = TypeVar("V", bound=Hashable)
 Distance = Callable[[V, V], float]
-
-
-def nominal(one: object, other: object) -> float:
-    """The distance of values that are equal or not: 0 or 1."""
-    return float(one != other)
+"""By default 0 for values that are equal, and 1 for others."""
 
 
 def interval(one: float, other: float) -> float:
@@ -23,7 +20,7 @@ def interval(one: float, other: float) -> float:
     return (one - other) ** 2
 
 
-def cohen_kappa(pairs: Sequence[tuple[V, V]], distance: Distance[V] = nominal) -> float | None:
+def cohen_kappa(pairs: Sequence[tuple[V, V]], distance: Distance[V] = ne) -> float | None:
     """Return Cohen's kappa of two people, from their values of each item.
 
     kappa = 1 - D_o / D_e (Cohen 1960, "A Coefficient of Agreement for Nominal Scales"; with a distance, 1968, "Weighted
@@ -38,7 +35,7 @@ def cohen_kappa(pairs: Sequence[tuple[V, V]], distance: Distance[V] = nominal) -
     return 1 - observed * len(pairs) ** 2 / expected if expected else None
 
 
-def krippendorff_alpha(units: Iterable[Sequence[V]], distance: Distance[V] = nominal) -> float | None:
+def krippendorff_alpha(units: Iterable[Sequence[V]], distance: Distance[V] = ne) -> float | None:
     """Return Krippendorff's alpha from people's values of each item; items with fewer than two do not count.
 
     alpha = 1 - D_o / D_e (Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability"). D_o is the mean distance of
@@ -89,7 +86,7 @@ def measure_agreement(judgements: Iterable[Judgement]) -> list[Agreement]:
         shared = [answers for answers in by_item.values() if len(answers) > 1]
         people = sorted({person for answers in shared for person in answers})
         if shared:
-            distance: Distance[Hashable] = interval if question == "score" else nominal  # type: ignore[assignment]
+            distance: Distance[Hashable] = interval if question == "score" else ne  # type: ignore[assignment]
             if len(people) == 2:
                 pairs = [(answers[people[0]], answers[people[1]]) for answers in shared]
                 figure, number = "Cohen's kappa", cohen_kappa(pairs, distance)

@@ -103,6 +103,9 @@ class JudgeRequest(PersonRequest):
 class FeedbackPage(HttpService):
     """The page over a run's rows and the journal in a folder; closing it releases the journal."""
 
+    _delivery: Delivery
+    """Set by `begin`."""
+
     def __init__(
         self,
         name: str,
@@ -126,7 +129,7 @@ class FeedbackPage(HttpService):
         self._journal: JsonLines | None = None
         self._referring: asyncio.Task[None] | None = None
         self._started: asyncio.Task[None] | None = None
-        self._delivery: Delivery | None = None
+        self._closing = contextlib.AsyncExitStack()
 
     def routes(self) -> Iterator[Route]:
         for handle in (self._next, self._judge, self._undo, self._keep, self._leave, self._me):
@@ -152,22 +155,20 @@ class FeedbackPage(HttpService):
 
     async def close(self) -> None:
         """Release the journal."""
-        if self._delivery is not None:
-            await self._delivery.close()
-        if self._journal is not None:
-            self._journal.close()
+        await self._closing.aclose()
 
     async def _begin(self) -> None:
         if self._journal is None:
             journal, entries = await asyncio.to_thread(open_journal, self._folder)
             self._journal = journal
+            self._closing.callback(journal.close)
             for entry in entries:
                 self.judgements.add(entry)
         await self._read()
         self._referring = asyncio.create_task(self._refer())
         await asyncio.wait({self._referring}, timeout=_REFERENCES_S)
         self._delivery = Delivery(self.rows, self.judgements, self._journal, self._before)
-        self._delivery.wake()
+        self._closing.push_async_callback(self._delivery.close)
 
     async def _refer(self) -> None:
         try:
@@ -186,15 +187,10 @@ class FeedbackPage(HttpService):
     async def _refresh(self, needed: bool) -> None:
         """Read the run's rows again if they are old; wait for that if new ones are needed."""
         old = time.monotonic() - self._read_at > (_EMPTY_S if needed else _FRESH_S)
-        if (self._reading is None or self._reading.done()) and old and self._delivering.reachable:
+        if (self._reading is None or self._reading.done()) and old and self._delivery.reachable:
             self._reading = asyncio.create_task(self._read())
         if needed and self._reading is not None:
             await asyncio.shield(self._reading)
-
-    @property
-    def _delivering(self) -> Delivery:
-        assert self._delivery is not None  # `begin` was awaited
-        return self._delivery
 
     async def _asked(self, model: type[Body], request: Request) -> Body:
         """Return the body of a request, once the page has begun."""
@@ -247,10 +243,10 @@ class FeedbackPage(HttpService):
         if known is None:
             known = self._judgement(body, await self._item(body.item, body.rows))
             others = self.queue.others(known.item, known.person)
-            await self._delivering.record(JudgementAdded(known))
+            await self._delivery.record(JudgementAdded(known))
             others = sorted({*others, *self.queue.others(known.item, known.person)})  # of the same moment
             self.queue.judged(known)
-        delivered = await self._delivering.settle(known, _SETTLE_S)
+        delivered = await self._delivery.settle(known, _SETTLE_S)
         if delivered.outcome == "kept":
             self._unsettled.setdefault(known.person, []).append(known)
         return JSONResponse({"id": known.id, **asdict(delivered), "others": others, **self._progress(body.person)})
@@ -264,13 +260,13 @@ class FeedbackPage(HttpService):
             raise ApiError(404, "Nothing to undo.", code="judgement_not_found", param="id")
         undone = given[-1]
         if undone.id not in self.judgements.undone:  # a client repeats the request if the response was lost
-            await self._delivering.record(JudgementUndone(undone.id))
+            await self._delivery.record(JudgementUndone(undone.id))
         item = None
         if body.person not in self.judgements.of_item(undone.item):
             with contextlib.suppress(ApiError):  # the item's rows are no longer in the log
                 item = await self._item(undone.item, undone.rows)
                 self.queue.undone(undone, item)
-        delivered = await self._delivering.settle(undone, _SETTLE_S)
+        delivered = await self._delivery.settle(undone, _SETTLE_S)
         draft = {name: value for name, value in asdict(undone).items() if name not in ("id", "person", "given_at")}
         shown = {"id": undone.id, "item": self._shown(item), "draft": draft}
         return JSONResponse({**shown, **asdict(delivered), **self._progress(body.person)})
@@ -339,13 +335,13 @@ class FeedbackPage(HttpService):
             "mine": mine,
             "left": left,
             "totals": self.queue.totals,
-            "running": self._delivering.reachable,
+            "running": self._delivery.reachable,
             "news": self._news(person),
         }
 
     def _news(self, person: str) -> list[dict[str, Any]]:
         """Return a person's judgements that were late or refused, of which earlier responses did not say so."""
-        states = [(each, self._delivering.state(each)) for each in self._unsettled.pop(person, [])]
+        states = [(each, self._delivery.state(each)) for each in self._unsettled.pop(person, [])]
         if waiting := [each for each, state in states if state.outcome == "kept"]:
             self._unsettled[person] = waiting
         return [{"id": each.id, **asdict(state)} for each, state in states if state.outcome in ("late", "refused")]

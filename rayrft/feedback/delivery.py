@@ -48,13 +48,9 @@ class Delivery:
         self.reachable = True
         """Whether the run was there at the last look."""
 
-    def wake(self) -> None:
-        """Start a round of sending."""
-        self._wake.set()
-
     async def settle(self, judgement: Judgement, within_s: float) -> DeliveryOutcome:
         """Return the outcome of a judgement, or of its undoing, after at most ``within_s`` seconds."""
-        self.wake()
+        self._wake.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while self._is_unsent(judgement):

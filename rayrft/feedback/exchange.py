@@ -12,7 +12,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from pydantic import ValidationError
 
 from rayrft.buffer.reader import Archive
 from rayrft.config.serve import FeedbackConfig
-from rayrft.data.formats import open_rows
+from rayrft.data.formats import broken_rows, open_rows
 from rayrft.errors import DataError
 from rayrft.feedback.items import ShownAnswer
 from rayrft.feedback.judgements import Judgement, Judgements, View, check_judgement, judgement_type
@@ -34,16 +33,9 @@ _Row = dict[str, Any]
 _USERS = uuid.uuid5(uuid.NAMESPACE_URL, "rayrft:feedback")
 
 
-@dataclass(frozen=True)
-class ExportCounts:
-    """Numbers of rows that were written, and of judgements whose answers are no longer in the log."""
-
-    rows: int
-    missing: int
-
-
-def write_feedback(judgements: Judgements, answers: dict[str, ShownAnswer], path: Path, form: str) -> ExportCounts:
-    """Write judgements to a JSONL file. ``answers`` are those in the run's log by experience id.
+def write_feedback(judgements: Judgements, answers: dict[str, ShownAnswer], path: Path, form: str) -> tuple[int, int]:
+    """Write judgements to a JSONL file. ``answers`` are those in the run's log by experience id. Return the numbers of
+    rows that were written, and of judgements whose answers are no longer in the log.
 
     ``pairs``: ``prompt, chosen, rejected`` of picks and rankings, by majority; ``answers``: edited answers as
     ``messages``; ``labelled``: ``prompt, response, label`` of thumbs; these are demonstrations as in `RowFormat`.
@@ -64,7 +56,7 @@ def write_feedback(judgements: Judgements, answers: dict[str, ShownAnswer], path
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows[form]]
     with atomic_file(path) as partial, partial.open("w") as file:
         file.writelines(lines)
-    return ExportCounts(len(lines), len(judgements.all) - len(there))
+    return len(lines), len(judgements.all) - len(there)
 
 
 def read_feedback(path: Path, tool: str, answers: dict[str, ShownAnswer], settings: FeedbackConfig) -> list[Judgement]:
@@ -79,7 +71,8 @@ def read_feedback(path: Path, tool: str, answers: dict[str, ShownAnswer], settin
     read = {"argilla": _from_argilla, "label_studio": _from_label_studio}[tool]
     found: list[Judgement] = []
     broken: dict[int, str] = {}
-    for number, row in open_rows(path, "file").rows():
+    rows = list(open_rows(path, "file").rows())
+    for number, row in rows:
         try:
             if isinstance(row, str):
                 raise DataError(row)
@@ -95,9 +88,8 @@ def read_feedback(path: Path, tool: str, answers: dict[str, ShownAnswer], settin
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             broken[number] = f"not a record of {tool}: {type(error).__name__} {error}"
     if broken:
-        first = "; ".join(f"line {number}: {why}" for number, why in list(broken.items())[:5])
-        problem = f"{len(broken)} broken records: {first}"
-        raise DataError(problem, "fix or delete them; nothing was imported", field="file", value=str(path))
+        remedy = "fix or delete them; nothing was imported"
+        raise broken_rows(broken, len(rows), remedy, field="file", value=str(path))
     return found
 
 
@@ -174,18 +166,17 @@ def _fields(judged: Judgement, answers: dict[str, ShownAnswer]) -> dict[str, str
     """Return the texts of an item's prompt and answers by the names of fields."""
     before, _ = _parted(answers[judged.rows[0]])
     prompt = before[0]["content"] if len(before) == 1 else "\n\n".join(f"{t['role']}: {t['content']}" for t in before)
-    names = zip(_names(judged.rows), sorted(judged.rows), strict=True)
-    return {"prompt": prompt} | {name: answers[row].text for name, row in names}
+    return {"prompt": prompt} | {name: answers[row].text for row, name in _names(judged.rows).items()}
 
 
-def _names(rows: tuple[str, ...]) -> list[str]:
-    """Return the names of the fields of an item's answers, in the order of their ids."""
-    return ["response"] if len(rows) == 1 else [f"response_{'abcdefghi'[at]}" for at in range(len(rows))]
+def _names(rows: tuple[str, ...]) -> dict[str, str]:
+    """Return the names of the fields of an item's answers by their ids, and in the order of these."""
+    several = len(rows) > 1
+    return {row: f"response_{'abcdefghi'[at]}" if several else "response" for at, row in enumerate(sorted(rows))}
 
 
 def _argilla(judged: list[Judgement], fields: dict[str, str]) -> _Row:
-    rows = tuple(sorted(judged[0].rows))
-    names = dict(zip(rows, _names(rows), strict=True))
+    names = _names(judged[0].rows)
     responses: dict[str, list[_Row]] = {}
     for each in judged:
         values = {
@@ -205,7 +196,7 @@ def _argilla(judged: list[Judgement], fields: dict[str, str]) -> _Row:
     return {
         "id": judged[0].item,
         "fields": fields,
-        "metadata": {"view": judged[0].view, "rows": list(rows), "people": people},
+        "metadata": {"view": judged[0].view, "rows": list(names), "people": people},
         "suggestions": {},
         "responses": responses,
         "vectors": {},
@@ -216,7 +207,7 @@ def _argilla(judged: list[Judgement], fields: dict[str, str]) -> _Row:
 def _from_argilla(record: _Row) -> Iterator[Judgement]:
     metadata = record.get("metadata") or {}
     view, rows = _identified(record["id"], metadata)
-    by_name = dict(zip(_names(rows), rows, strict=True))
+    by_name = {name: row for row, name in _names(rows).items()}
     known = {str(uuid.uuid5(_USERS, person)): person for person in metadata.get("people") or []}
     by_person: dict[str, dict[str, Any]] = {}
     for question, given in record["responses"].items():
@@ -244,17 +235,17 @@ def _from_argilla(record: _Row) -> Iterator[Judgement]:
 
 
 def _label_studio(judged: list[Judgement], fields: dict[str, str]) -> _Row:
-    rows = tuple(sorted(judged[0].rows))
-    items = [{"id": row, "title": name, "body": fields[name]} for row, name in zip(rows, _names(rows), strict=True)]
-    whole = fields | ({"items": items} if len(rows) > 1 else {})
-    about = {"item": judged[0].item, "view": judged[0].view, "rows": list(rows)}
-    return {"data": {**about, **whole}, "annotations": [_annotation(each, rows) for each in judged], "predictions": []}
+    names = _names(judged[0].rows)
+    items = [{"id": row, "title": name, "body": fields[name]} for row, name in names.items()]
+    whole = fields | ({"items": items} if len(names) > 1 else {})
+    about = {"item": judged[0].item, "view": judged[0].view, "rows": list(names)}
+    return {"data": {**about, **whole}, "annotations": [_annotation(each, names) for each in judged], "predictions": []}
 
 
-def _annotation(each: Judgement, rows: tuple[str, ...]) -> _Row:
+def _annotation(each: Judgement, names: dict[str, str]) -> _Row:
     pick, ranking = (each.ranking, ()) if each.view == "pair" else ((), each.ranking)
-    side = ("left" if pick[0] == rows[0] else "right") if pick else None
-    first = _names(rows)[0]
+    first_row, first = next(iter(names.items()))
+    side = ("left" if pick[0] == first_row else "right") if pick else None
     parts: list[tuple[str, str, str, str, Any]] = [
         ("score", "response", "rating", "rating", each.score),
         ("thumb", "response", "choices", "choices", each.thumb and [each.thumb]),

@@ -13,8 +13,9 @@ from rayrft.config.serve import FeedbackConfig
 from rayrft.experience import json_digest
 from rayrft.feedback.judgements import MOST_RANKED, Judgement, Judgements, View
 
-SHOWN = ("turns", "reward", "reward_components", "error", "stop_reason", "logprobs", "action_mask", "images")
-"""Fields of an experience that an answer is made of, besides its id."""
+_AS_THEY_ARE = ("experience_id", "turns", "reward", "reward_components", "error", "stop_reason", "images")
+SHOWN = (*_AS_THEY_ARE, "logprobs", "action_mask")
+"""Fields of an experience that an answer is made of."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class ShownAnswer:
     experience_id: str
     turns: tuple[dict[str, str], ...]
     reward: float | None
-    components: dict[str, float]
-    reason: str | None
+    reward_components: dict[str, float]
+    error: str | None
     """The reward's explanation."""
     stop_reason: str | None
     waiting: bool
@@ -39,17 +40,8 @@ class ShownAnswer:
     def of(cls, row: Mapping[str, Any], waiting: bool) -> ShownAnswer:
         """Build it from the fields of an experience by name, of which `SHOWN` are enough."""
         produced = row["logprobs"][row["action_mask"] == 1]
-        return cls(
-            row["experience_id"],
-            row["turns"],
-            row["reward"],
-            row["reward_components"],
-            row["error"],
-            row["stop_reason"],
-            waiting,
-            float(produced.mean()) if len(produced) else 0.0,
-            row["images"],
-        )
+        logprob = float(produced.mean()) if len(produced) else 0.0
+        return cls(**{name: row[name] for name in _AS_THEY_ARE}, waiting=waiting, logprob=logprob)
 
     @property
     def text(self) -> str:
@@ -110,7 +102,7 @@ def _disagreement(item: Item, judgements: Judgements) -> float:
     people = list(judgements.of_item(item.key).values())  # at once: others may be added meanwhile
     spread = [0.0]
     for answer in item.answers:
-        values = [*answer.components.values(), *([] if answer.reward is None else [answer.reward])]
+        values = [*answer.reward_components.values(), *([] if answer.reward is None else [answer.reward])]
         values += [value for each in people if (value := judgements.reward(each, answer.experience_id)) is not None]
         spread.append(float(np.std(values)) if values else 0.0)
     return max(spread)
@@ -246,8 +238,8 @@ def item_json(item: Item, reference: str | None) -> dict[str, Any]:
                 "turns": [_turn(turn) for turn in answer.turns[common:]],
                 "text": answer.text,
                 "reward": answer.reward,
-                "components": answer.components,
-                "reason": answer.reason,
+                "components": answer.reward_components,
+                "reason": answer.error,
                 "stop_reason": answer.stop_reason,
             }
             for answer in item.answers

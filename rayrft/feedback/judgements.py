@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
@@ -157,13 +157,11 @@ class Judgements:
         """By experience id, the latest."""
         self.edits: dict[str, EditSent] = {}
         """By the judgement's id, the latest."""
-        self._edited: dict[str, Judgement] = {}
         self._by_item: dict[str, dict[str, Judgement]] = {}
         self._by_row: dict[str, dict[str, Judgement]] = {}
         self._by_person: dict[str, dict[str, Judgement]] = {}
         self._changed: dict[str, None] = {}
         """Rows with changes that the run does not have yet, in order."""
-        self._before: dict[str, float | None] = {}
         for entry in entries:
             self.add(entry)
 
@@ -178,8 +176,6 @@ class Judgements:
                     self.all[judgement.id] = judgement
                     self._by_item.setdefault(judgement.item, {})[judgement.person] = judgement
                     self._by_person.setdefault(judgement.person, {})[judgement.id] = judgement
-                    if judgement.edit is not None:
-                        self._edited[judgement.id] = judgement
                     for row in judgement.rows:
                         self._by_row.setdefault(row, {})[judgement.id] = judgement
                         self._changed.setdefault(row)
@@ -189,8 +185,8 @@ class Judgements:
                 if given is not None:
                     self._remove(given)
             case RowSent(experience_id):
-                self._before.setdefault(experience_id, entry.before)
-                self.sent[experience_id] = entry
+                first = self.sent.setdefault(experience_id, entry)
+                self.sent[experience_id] = replace(entry, before=first.before)
                 if not self.is_unsent(experience_id):
                     self._changed.pop(experience_id, None)
             case EditSent(judgement_id):
@@ -213,8 +209,7 @@ class Judgements:
             labels = {**dict.fromkeys(sent.labels, ""), **labels}  # a sent label cannot be removed, only emptied
         if rewards and self._config.set_rewards:
             return TargetFeedback(sum(rewards) / len(rewards), labels)
-        changed = sent is not None and sent.reward is not None
-        return TargetFeedback(self._before.get(row) if changed else None, labels)
+        return TargetFeedback(sent.before if sent is not None and sent.reward is not None else None, labels)
 
     def reward(self, judgement: Judgement, row: str) -> float | None:
         """Return the reward that a judgement gives to one of its rows: by the score, else the thumb, else the place in
@@ -241,16 +236,16 @@ class Judgements:
 
     def unsent_edits(self) -> list[Judgement]:
         """Return the judgements whose edited answers were not sent to the run."""
-        return [each for each in self._edited.values() if self.is_edit_unsent(each.id)]
+        return [each for each in self.all.values() if each.edit is not None and self.is_edit_unsent(each.id)]
 
     def unsent_withdrawals(self) -> list[EditSent]:
         """Return the sent edits that were undone or edited again, and not yet withdrawn from the run."""
-        return [each for each in self.edits.values() if each.id not in self._edited and self.is_edit_unsent(each.id)]
+        return [each for each in self.edits.values() if each.id not in self.all and self.is_edit_unsent(each.id)]
 
     def is_edit_unsent(self, judgement_id: str) -> bool:
         """Return whether an edited answer was not sent to the run, or was sent, undone and not withdrawn."""
-        sent = self.edits.get(judgement_id)
-        if judgement_id in self._edited:
+        given, sent = self.all.get(judgement_id), self.edits.get(judgement_id)
+        if given is not None and given.edit is not None:
             return sent is None
         return sent is not None and sent.outcome == "applied" and not sent.withdrawn
 
@@ -259,7 +254,6 @@ class Judgements:
         if self._by_item[judgement.item].get(judgement.person) == judgement:
             del self._by_item[judgement.item][judgement.person]
         del self._by_person[judgement.person][judgement.id]
-        self._edited.pop(judgement.id, None)
         for row in judgement.rows:
             del self._by_row[row][judgement.id]
             self._changed.setdefault(row)

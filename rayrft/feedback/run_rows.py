@@ -121,7 +121,7 @@ def edited_row(row: Experience, judgement: Judgement, name: str, response: list[
 
 def read_shown(archive: Archive, newest: int | None = None) -> Iterator[tuple[str, str, ShownAnswer]]:
     """Iterate over the usual rows of a log: group id, task id, and answer; for ``newest`` see `Archive.rows`."""
-    columns = ["experience_id", "group_id", "task_id", "group_status", *SHOWN]
+    columns = ["group_id", "task_id", "group_status", *SHOWN]
     for batch in archive.rows("usual", columns=columns, skip_damaged=True, newest=newest):
         for values in zip(*field_values(batch).values(), strict=True):
             row = dict(zip(batch.schema.names, values, strict=True))

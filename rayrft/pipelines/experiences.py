@@ -59,12 +59,8 @@ def check_experiences(config: RunConfig, model: str | None) -> None:
     if made is not None and not makers:
         remedy = "add one, such as expert_rows, or leave 'made' out"
         raise ConfigError("no operator makes rows", remedy, field="pipelines.made", value=made)
-    actors = config.pipelines.actors
-    if (
-        actors is not None
-        and actors.gpus
-        and all(getattr(link.operator.options, "device", "cpu") == "cpu" for link in links)
-    ):
+    actors, devices = config.pipelines.actors, {getattr(link.operator.options, "device", "cpu") for link in links}
+    if actors is not None and actors.gpus and devices <= {"cpu"}:
         remedy = "set option device of an operator that has it to cuda, or remove it"
         raise ConfigError("are not used by any operator", remedy, field="pipelines.actors.gpus", value=actors.gpus)
     drawn_by = config.buffer.sampler.score if config.buffer.needs_scores else None

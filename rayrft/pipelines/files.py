@@ -22,7 +22,7 @@ from rayrft.pipelines.chain import LeftOut
 from rayrft.pipelines.experiences import EXPERIENCES
 from rayrft.pipelines.operator import Context, build_operator
 from rayrft.pipelines.operators.batches import BATCHES
-from rayrft.pipelines.report import Report
+from rayrft.pipelines.report import OperatorReport
 from rayrft.pipelines.rows import Ids, fit_columns, id_column, last_answer, lineage
 from rayrft.pipelines.run.models import OpenModels
 from rayrft.pipelines.run.process import NoteGiven, Pipeline
@@ -34,7 +34,7 @@ from rayrft.registry import load_plugins
 class ProcessingResult:
     """Result of `process`: the rows written, and the broken ones by source."""
 
-    report: Report
+    reports: list[OperatorReport]
     rows: int
     broken: dict[str, Mapping[int, str]] = field(default_factory=dict)
 
@@ -103,14 +103,14 @@ def process(
             for each in rows:
                 note({"id": each.row, "operator": operator, "reason": each.reason, "row": each.values})
 
-        report = pipeline.run(
+        reports = pipeline.run(
             batches(),
             lambda batch: writer.write(batch.select(names)),
             progress=progress,
             left_out=list_rows,
             models=models,
         )
-    return ProcessingResult(report, writer.rows, broken)
+    return ProcessingResult(reports, writer.rows, broken)
 
 
 def _kinds(config: PipelineConfig, context: Context, sources: Sequence[RowSource]) -> dict[str, str]:

@@ -57,47 +57,34 @@ class OperatorReport:
         self.noted = [*self.noted, *outcome.notes[:samples]][:samples]
 
 
-@dataclass
-class Report:
-    """What a pipeline did."""
+def operator_table(reports: Sequence[OperatorReport]) -> Table:
+    """Return a table of all operators."""
+    from rich.table import Table
 
-    operators: list[OperatorReport]
+    table = Table("operator", "in", "out", "changed", "made", "left out", "seconds", "rows/s", box=None)
+    for each in reports:
+        left_out = ", ".join(f"{count:,} {reason}" for reason, count in each.reasons.most_common()) or "0"
+        rate = f"{each.taken / each.seconds:,.0f}" if each.seconds else ""
+        counts = (f"{number:,}" for number in (each.taken, each.given, each.changed, each.made))
+        table.add_row(each.name, *counts, left_out, f"{each.seconds:.2f}", rate)
+    return table
 
-    @property
-    def left_out(self) -> Counter[str]:
-        """Rows left out, as ``operator: reason``."""
-        total = Counter[str]()
-        for operator in self.operators:
-            total.update({f"{operator.name}: {reason}": count for reason, count in operator.reasons.items()})
-        return total
 
-    def table(self) -> Table:
-        """Return a table of all operators."""
-        from rich.table import Table
-
-        table = Table("operator", "in", "out", "changed", "made", "left out", "seconds", "rows/s", box=None)
-        for each in self.operators:
-            left_out = ", ".join(f"{count:,} {reason}" for reason, count in each.reasons.most_common()) or "0"
-            rate = f"{each.taken / each.seconds:,.0f}" if each.seconds else ""
-            counts = (f"{number:,}" for number in (each.taken, each.given, each.changed, each.made))
-            table.add_row(each.name, *counts, left_out, f"{each.seconds:.2f}", rate)
-        return table
-
-    def examples(self) -> Iterator[str]:
-        """Iterate over lines that show what each operator changed, made and left out."""
-        for each in self.operators:
-            if each.changes or each.left_out or each.made_rows or each.notes:
-                yield f"\n{each.name}"
-            for change in each.changes:
-                yield f"  changed {change.row} {change.column}: {change.before!r} -> {change.after!r}"
-            for row in each.made_rows:
-                yield f"  made {glimpse(row)}"
-            for gone in each.left_out:
-                yield f"  left out {gone.row} ({gone.reason}): {glimpse(gone.values)}"
-            for note, count in each.notes.most_common():
-                yield f"  {count:,} without success: {note}"
-            for note in each.noted:
-                yield f"  such as: {_shortened(note)}"
+def operator_examples(reports: Sequence[OperatorReport]) -> Iterator[str]:
+    """Iterate over lines that show what each operator changed, made and left out."""
+    for each in reports:
+        if each.changes or each.left_out or each.made_rows or each.notes:
+            yield f"\n{each.name}"
+        for change in each.changes:
+            yield f"  changed {change.row} {change.column}: {change.before!r} -> {change.after!r}"
+        for row in each.made_rows:
+            yield f"  made {glimpse(row)}"
+        for gone in each.left_out:
+            yield f"  left out {gone.row} ({gone.reason}): {glimpse(gone.values)}"
+        for note, count in each.notes.most_common():
+            yield f"  {count:,} without success: {note}"
+        for note in each.noted:
+            yield f"  such as: {_shortened(note)}"
 
 
 @dataclass(frozen=True)

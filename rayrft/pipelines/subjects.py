@@ -13,12 +13,11 @@ import pyarrow as pa
 from rayrft.config.base import Section
 from rayrft.data.formats import as_text, finite, is_json
 from rayrft.errors import ConfigError, nearest
-from rayrft.experience import Task
+from rayrft.experience import Task, json_digest
 from rayrft.pipelines.operator import Applied, O, Operator, is_text
 from rayrft.pipelines.rows import id_column, last_answer
 from rayrft.pipelines.run.models import RemoteModels
 from rayrft.rewards import RewardResult, Transcript
-from rayrft.rewards.judge import digest
 
 _models = RemoteModels(None)
 
@@ -30,7 +29,7 @@ async def scored(task: Task, responses: Sequence[str]) -> list[RewardResult]:
 
 def request_seed(row: str, seed: int, *place: object) -> int:
     """Return the seed of a request of an operator with this seed about a row."""
-    return int.from_bytes(digest(row, str(seed), *map(str, place))[:4]) >> 1
+    return int(json_digest([row, str(seed), *map(str, place)])[:8], 16) >> 1
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rayrft.data.task_sources import RowsRead
 from rayrft.data.task_splits import TaskSplits, load_bench_tasks, load_tasks
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task, dedup_key
-from rayrft.pipelines.chain import ChainLink, LeftOut, apply_link, build_chain
+from rayrft.pipelines.chain import LeftOut, apply_link, build_chain
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.operator import operators as registered
 from rayrft.pipelines.report import OperatorReport
@@ -149,7 +149,7 @@ def _processed(
         answer_s=pipelines.answer_s,
         journal=config.storage / f"answers.{config.name}.jsonl",
     )
-    report = pipeline.run(
+    reports = pipeline.run(
         batches, lambda batch: kept.extend(see(batch.to_pylist(maps_as_pydicts="lossy"))), left_out=note, models=models
     )
     found: dict[str, list[tuple[Task, str]]] = {name: [] for name in names}
@@ -169,7 +169,7 @@ def _processed(
             problem = f"an operator left task {task.id} without a question or an answer"
             raise DataError(problem, "add drop_broken after it", field="pipelines.tasks")
         found[source].append((task, began))
-    return [found[name] for name in names], report.operators
+    return [found[name] for name in names], reports
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,8 @@ def process_added(
         def note(operator: str, rows: list[LeftOut]) -> None:
             left_out.update({each.row: f"{operator}: {each.reason}" for each in rows if each.row in ids})
 
-        links = _links(config.pipelines.tasks, "pipelines.tasks", _context(config, bench, engines))
+        field, context = "pipelines.tasks", _context(config, bench, engines)
+        links = build_chain(config.pipelines.tasks, _SCHEMA, field=field, origin="tasks", context=context)
         alone = all(link.operator.scope == "row" for link in links)
         sources = [[] if alone else list(tasks) for tasks in before]
         sources[source] += new if alone else [*earlier, *new]
@@ -232,10 +233,6 @@ def process_added(
     return AddedTasks(new, left_out)
 
 
-def _links(operators: list[OperatorConfig], field: str, context: Context) -> list[ChainLink]:
-    return build_chain(operators, _SCHEMA, field=field, origin="tasks", context=context)
-
-
 def _context(config: RunConfig, bench: Sequence[Task], engines: RunEngines | None) -> Context:
     models = {*config.pipelines.endpoints, *(config.auxiliary if engines is not None else ())}
     return Context(tuple(bench), config.model.path, models, scores=not config.reward.stages)
@@ -245,20 +242,13 @@ def decontaminated(splits: TaskSplits, evaluation: Sequence[Task]) -> tuple[Task
     """Leave out training and demonstrated tasks that show one of the evaluation tasks, as operator ``decontaminate``
     does. Raises DataError if nothing is left to train on."""
     kept, report = _without_evaluation_tasks({"": splits.train, **splits.demonstrated}, evaluation, 3)
-    left = {splits.sources[index] for index in kept[""]}
-    for source in sorted(set(splits.sources) - left):
+    train, sources = [splits.train[index] for index in kept[""]], [splits.sources[index] for index in kept[""]]
+    for source in sorted(set(splits.sources) - set(sources)):
         problem = "every task to train on shows a task of an evaluation set"
         remedy = "give other tasks to train or to evaluate on, or pipelines.decontaminate: false"
         raise DataError(problem, remedy, field=f"tasks.sources.{source}")
-    return (
-        replace(
-            splits,
-            train=[splits.train[index] for index in kept[""]],
-            sources=[splits.sources[index] for index in kept[""]],
-            demonstrated={name: [tasks[index] for index in kept[name]] for name, tasks in splits.demonstrated.items()},
-        ),
-        report,
-    )
+    demonstrated = {name: [tasks[index] for index in kept[name]] for name, tasks in splits.demonstrated.items()}
+    return replace(splits, train=train, sources=sources, demonstrated=demonstrated), report
 
 
 def _without_evaluation_tasks(
@@ -274,7 +264,8 @@ def _without_evaluation_tasks(
         text = "" if text in episodes and "environment" in task.metadata else text
         return replace(task, question=text, metadata={})
 
-    [link] = _links([OperatorConfig(name="decontaminate")], "pipelines", Context(evaluation))
+    operators, context = [OperatorConfig(name="decontaminate")], Context(evaluation)
+    [link] = build_chain(operators, _SCHEMA, field="pipelines", origin="tasks", context=context)
     batches = {name: _to_batch([*map(shown, tasks)], name) for name, tasks in parts.items()}
     link.operator.prepare()
     for batch in batches.values():

@@ -111,19 +111,12 @@ class RewardModel(Protocol):
     def score(self, task: Task, transcript: Transcript, /) -> Scored | Awaitable[Scored]: ...
 
 
-class BatchRewardModel(RewardModel, Protocol):
-    """Scores the calls that wait together, which is faster. The result of a call does not depend on the others."""
-
-    max_batch: int
-    """Most calls at a time."""
-
-    def score_batch(self, calls: Sequence[tuple[Task, Transcript]], /) -> Sequence[Scored]: ...
-
-
 Reward = RewardFunction | RewardModel
 """The product of a factory. Optional attributes: ``needs_auxiliary`` has the names of auxiliary models that it asks.
 ``longest_s`` is its own time limit in seconds, which must be below its deadline. ``notice`` is a line that is printed
-before a run starts. ``accepts_truth`` is whether it gives 1 to the reference answer of a task, which is checked."""
+before a run starts. ``accepts_truth`` is whether it gives 1 to the reference answer of a task, which is checked. With
+``max_batch``, the most calls at a time, and ``score_batch(calls)``, which takes pairs of task and transcript and
+returns a result of each, calls that wait are scored together, which is faster; no result depends on the other calls."""
 Factory = TypeVar("Factory", bound="Callable[..., Reward]")
 
 rewards: Registry[Callable[..., Reward]] = Registry("reward")
@@ -163,8 +156,6 @@ def checked(found: object, transcript: Transcript, *, whole: bool = True) -> Rew
     Unless the reward saw the ``whole`` transcript, steps of the last answer count from the end of its reasoning."""
     if not isinstance(found, RewardResult):
         found = RewardResult(float(cast("float", found)))
-        if math.isfinite(found.value or 0.0):
-            return found
     if found.value is None:
         return _unknown(found, found.reason)
     plain = (found.components, found.turns, found.steps, found.shaping) == ({}, (), (), 0.0)

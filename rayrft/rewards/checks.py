@@ -10,7 +10,7 @@ from typing import Any
 from rayrft.config.auxiliary import require_auxiliary
 from rayrft.config.reward import RewardConfig, RewardModelConfig, RewardPart, trained_by
 from rayrft.errors import ConfigError
-from rayrft.experience import Task
+from rayrft.experience import Task, reaches
 from rayrft.rewards import Reward, RewardResult, Transcript, build_reward, where
 from rayrft.rewards.base import rewards, score_inline
 
@@ -105,7 +105,7 @@ def _not_full(reward: Reward, task: Task) -> RewardResult | None:
     """Return the result of a task's own answer, plain and in a box, unless one of them gets full marks."""
     texts = (task.answer, f"\\boxed{{{task.answer}}}")
     results = [score_inline(reward, task, Transcript.of(task, text)) for text in texts]
-    full = any(result.value is not None and result.value > 1 - 1e-6 for result in results)
+    full = any(result.value is not None and reaches(result.value) for result in results)
     return None if full else results[0]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import hashlib
 import json
 import os
 import re
@@ -15,7 +14,7 @@ from typing import Any, Literal, Protocol, Self
 from rayrft.data.chat_template import Messages
 from rayrft.data.reasoning import split_reasoning
 from rayrft.errors import ConfigError, EndpointFailed, RequestRefused
-from rayrft.experience import Task
+from rayrft.experience import Task, json_digest
 from rayrft.rewards.base import RewardResult, Transcript, register_reward
 
 
@@ -118,8 +117,7 @@ class Judge:
             raise _invalid(f"the template has another place or brace: {error}", "template", template) from None
         grade = {"type": "integer", "enum": list(range(low, high + 1))}
         verdict: dict[str, Any] = {"grade": grade} if compare == "none" else {"better": {"enum": ["A", "B", "tie"]}}
-        properties = {"reason": {"type": "string"}, **verdict}
-        schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        schema = object_schema({"reason": {"type": "string"}, **verdict})
         self._sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "json_schema": schema}
         self._model: ChatModel | None = OpenAIModel(url, model, key_variable) if url and model else None
 
@@ -157,7 +155,7 @@ class Judge:
         """Return the readable verdicts in [0, 1]; of a comparison, those of answer A."""
         assert self._model is not None  # `use` was called
         messages = self._prompt(task, transcript, swapped)
-        seed = int.from_bytes(digest(task.id, transcript.response)[:3])
+        seed = int(json_digest([task.id, transcript.response])[:6], 16)
         models = [self._model.with_seed(seed + vote) for vote in range(self._votes)]
         replies = await asyncio.gather(*(model.chat(messages, **self._sampling) for model in models))
         return [verdict for verdict in map(self._verdict, replies) if verdict is not None]
@@ -189,14 +187,14 @@ def _invalid(problem: str, option: str, value: object) -> ConfigError:
     return ConfigError(problem, "see rayrft.rewards.judge.Judge", field=f"reward.options.{option}", value=value)
 
 
-def digest(*texts: str) -> bytes:
-    """Return 8 bytes that depend on the texts, for the marks of tags and the seeds of requests."""
-    return hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).digest()
+def object_schema(properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a JSON object that has all of these properties, and no others."""
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 def tagged(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
     """Return a digest of the texts, and the texts between tags that end in it, which no text can close."""
-    mark = digest(*(text for _, text in parts)).hex()[:12]
+    mark = json_digest([text for _, text in parts])[:12]
     return mark, "\n\n".join(f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in parts)
 
 

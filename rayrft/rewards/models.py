@@ -63,7 +63,7 @@ class _Classifier(ABC):
 
     @abstractmethod
     def score_batch(self, calls: Sequence[tuple[Task, Transcript]]) -> list[RewardResult]:
-        """See `BatchRewardModel`."""
+        """See `Reward`."""
 
     def _tokens(self, turns: Sequence[Any], *, answering: bool = False) -> Tokens:
         """Return the tokens of a conversation, with the template's beginning of an answer if ``answering``."""

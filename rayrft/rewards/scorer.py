@@ -80,12 +80,8 @@ class Scorer:
         if model.reasoning is not None:
             hide = model.reasoning == "hide"
             seen = [each.without_reasoning() if hide else replace(each, whole=True) for each in transcripts]
-        waiting = [
-            each.score(task, transcript)
-            for each in several
-            if isinstance(each, InLoop | InProcesses)
-            for transcript in seen
-        ]
+        apart = (each for each in several if isinstance(each, InLoop | InProcesses))
+        waiting = [each.score(task, transcript) for each in apart for transcript in seen]
         waited = iter(await asyncio.gather(*waiting) if waiting else [])
         by_reward = [
             [next(waited) for _ in seen]
@@ -93,9 +89,8 @@ class Scorer:
             else [base.score_inline(each, task, transcript) for transcript in seen]
             for each in several
         ]
-        joined = (
-            [base.combine(model.parts, each) for each in zip(*by_reward, strict=True)] if model.parts else by_reward[0]
-        )
+        parts = model.parts
+        joined = [base.combine(parts, each) for each in zip(*by_reward, strict=True)] if parts else by_reward[0]
         return joined if seen is transcripts else list(map(_moved, joined, seen, transcripts))
 
 
@@ -330,19 +325,14 @@ class RewardActor(Scorer, Watched):
         return await super().score(task, transcripts)
 
 
-class ActorBackend:
+class ActorBackend(ActorPool[RewardActor]):
     """Scores by reward actors that Ray restarts: each call by the one with the fewest results to return."""
 
     def __init__(self, actors: Sequence[Handle[RewardActor]]) -> None:
-        self._actors = ActorPool(
-            iter(actors).__next__, lambda actor: actor.call(RewardActor.open), len(actors), "actor", restarted=True
-        )
-
-    async def open(self) -> None:
-        """Start the actors. Raises ConfigError where a reward cannot be built."""
-        await self._actors.open()
+        create, count = iter(actors).__next__, len(actors)
+        super().__init__(create, lambda actor: actor.call(RewardActor.open), count, "actor", restarted=True)
 
     async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
         """See `ScoringBackend`."""
-        call = self._actors.call(lambda actor: actor.call(RewardActor.score, task, transcripts), load=len(transcripts))
+        call = self.call(lambda actor: actor.call(RewardActor.score, task, transcripts), load=len(transcripts))
         return with_retries(*await call)

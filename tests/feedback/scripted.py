@@ -22,8 +22,8 @@ def answer(name: str, text: str, reward: float | None = 0.5, **changes: Any) -> 
     turns = ({"role": "user", "content": f"Question {name.partition('/')[0]}?"}, {"role": "assistant", "content": text})
     values = {
         "turns": turns,
-        "components": {"format": 1.0},
-        "reason": None,
+        "reward_components": {"format": 1.0},
+        "error": None,
         "stop_reason": "stop",
         "waiting": True,
         "logprob": -1.0,

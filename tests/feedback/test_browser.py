@@ -258,7 +258,7 @@ def test_text_of_a_model_is_never_run(serve: Serve, arrive: Arrive) -> None:
     evil = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>"
     turns = ({"role": "user", "content": f"Q {evil}"}, {"role": evil, "content": evil},
              {"role": "assistant", "content": f"A\n```{evil}\n{evil}\n```\n{evil}"})  # fmt: skip
-    wicked = group("g", evil, f"{evil}2", turns=turns, reason=evil, components={evil: 1.0})
+    wicked = group("g", evil, f"{evil}2", turns=turns, error=evil, reward_components={evil: 1.0})
     person = arrive(serve(wicked, group("<b>h", evil)), f"<img src=x onerror=alert(1)>{'x' * 20}")
     for number in range(3):
         person.ready()

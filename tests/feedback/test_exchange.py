@@ -40,9 +40,9 @@ def known(given: Sequence[Judgement] = SAID) -> Judgements:
 
 
 def exported(path: Path, form: str, given: Sequence[Judgement] = SAID) -> list[dict[str, Any]]:
-    done = write_feedback(known(given), ANSWERS, path, form)
+    written, missing = write_feedback(known(given), ANSWERS, path, form)
     rows = [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
-    assert done.rows == len(rows) and done.missing == 0
+    assert written == len(rows) and not missing
     return rows
 
 
@@ -67,7 +67,7 @@ def test_pairs_that_differ_before_the_last_answer_are_whole_conversations(tmp_pa
     done = write_feedback(known(SAID[2:3]), ANSWERS | {"g/2": longer}, tmp_path / "pairs.jsonl", "pairs")
     row = json.loads((tmp_path / "pairs.jsonl").read_text())
     chosen, rejected = (side.messages for side in read_conversations(row, RowFormat()).sides)
-    assert done.rows == 1 and len(chosen) == 4 and [turn["content"] for turn in rejected] == ["Question g?", "a"]
+    assert done == (1, 0) and len(chosen) == 4 and [turn["content"] for turn in rejected] == ["Question g?", "a"]
 
 
 def test_edits_scores_and_thumbs_become_rows_to_train_on(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_unknown_formats_and_missing_files_are_refused(tmp_path: Path) -> None:
 def test_judgements_of_answers_that_left_the_log_are_counted(tmp_path: Path) -> None:
     gone = Judgement("9", "Ann", "one:old/0", "one", ("old/0",), score=1)
     done = write_feedback(known([*SAID, gone]), ANSWERS, tmp_path / "x.jsonl", "scores")
-    assert (done.rows, done.missing) == (3, 1)
+    assert done == (3, 1)
 
 
 def test_of_what_was_skipped_elsewhere_nothing_else_counts_and_nothing_said_is_no_judgement(tmp_path: Path) -> None:

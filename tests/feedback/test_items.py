@@ -122,7 +122,7 @@ def test_what_is_judged_already_is_not_in_the_queue_after_a_restart_and_stays_kn
 )
 def test_the_rule_says_what_comes_first(rule: str, first: str) -> None:
     def three(name: str, rewards: list[float], logprob: float, part: float) -> ShownGroup:
-        more = {"logprob": logprob, "components": {"part": part}}
+        more = {"logprob": logprob, "reward_components": {"part": part}}
         answers = (answer(f"{name}/{at}", f"{name} {at}", reward, **more) for at, reward in enumerate(rewards))
         return ShownGroup(name, "t", tuple(answers))
 
@@ -137,7 +137,7 @@ def test_the_rule_says_what_comes_first(rule: str, first: str) -> None:
 
 
 def test_people_who_differ_from_the_reward_make_a_disagreement() -> None:
-    groups = [group(name, "x", reward=1.0, components={}) for name in ("g", "h")]
+    groups = [group(name, "x", reward=1.0, reward_components={}) for name in ("g", "h")]
     setting = Setting(*groups, rule="disagreement", agreement=2)
     for key, score in (("one:g/0", 5), ("one:h/0", 1)):
         setting.judge("Ann", setting.queue.items[key], score=score)

@@ -75,4 +75,4 @@ def ran(
         left_out=lambda operator, rows: gone.extend((each.row, each.reason) for each in rows),
         models=opened,
     )
-    return found, report.operators[0], gone
+    return found, report[0], gone

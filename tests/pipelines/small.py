@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,12 @@ def texts(name: str, given: list[str | None], *, column: str = "question", **opt
 
 def reasons(outcome: Outcome) -> list[str]:
     return [gone.reason for gone in outcome.left_out]
+
+
+def left_out(done: ProcessingResult) -> Counter[str]:
+    """Rows that operators left out, as ``operator: reason``."""
+    named = [(each.name, each.reasons) for each in done.reports]
+    return Counter({f"{name}: {reason}": count for name, reasons in named for reason, count in reasons.items()})
 
 
 def write(path: Path, rows: list[Any]) -> Path:

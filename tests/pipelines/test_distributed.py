@@ -51,7 +51,7 @@ class Ran:
             left_out=lambda operator, gone: self.told.append((operator, *((row.row, row.reason) for row in gone))),
             progress=lambda operator, taken: self.told.append((operator, taken)),
         )
-        for each in self.report.operators:
+        for each in self.report:
             each.seconds = 0.0
 
 
@@ -141,7 +141,7 @@ def segment(*operators: dict[str, Any], leave_out: bool = False) -> Segment:
     build = partial(build_chain, configs, SCHEMA, field="operators", origin="test", context=Context())
     numbers = tuple(range(len(operators)))
     create = partial(OperatorHost, build, 3, leave_out, numbers)
-    return Segment(numbers, build, create, (OWN,), 60.0)
+    return Segment(numbers, [link.field for link in build()], create, (OWN,), 60.0)
 
 
 async def worked(segment: Segment, *batches: pa.RecordBatch) -> list[BatchResult]:

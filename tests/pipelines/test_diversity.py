@@ -10,7 +10,7 @@ import pytest
 
 from rayrft.errors import ConfigError
 from rayrft.pipelines import Context
-from rayrft.pipelines.operators.embeddings import (
+from rayrft.pipelines.operators.diversity import (
     Embedder,
     EmbeddingOptions,
     centred,

@@ -134,13 +134,11 @@ def test_what_is_kept_of_all_rows_does_not_keep_their_texts(name: str, options: 
 
     build = partial(linked, batch(0), OperatorConfig(name=name, **options))
     host, messages = OperatorHost(build, 0), map(packed, map(batch, range(21)))
-    host.load(next(messages))
-    host.observe(0)  # compiles
+    host.observe(0, next(messages))  # compiles
     tracemalloc.start()
     try:
         for message in messages:
-            host.load(message)
-            host.observe(0)
+            host.observe(0, message)
         del message
         held, _ = tracemalloc.get_traced_memory()
     finally:

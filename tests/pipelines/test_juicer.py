@@ -17,7 +17,7 @@ from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.pipelines.operators.juicer import PACKAGES, PYTHON
 from rayrft.pipelines.rows import lineage
 from tests.errors import about
-from tests.pipelines.small import linked, rows, run
+from tests.pipelines.small import left_out, linked, rows, run
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_a_mapper_changes_texts_and_nothing_else(tmp_path: Path) -> None:
     found, done = run(LINKED, tmp_path, [{"juicer": "clean_links_mapper"}], batch_rows=3)
     assert [row["question"] for row in found] == ["see  now", "the same", "short", "the same"]
     assert [(row["answer"], row["more"]) for row in found] == [(row["answer"], row["more"]) for row in LINKED]
-    assert done.report.operators[0].changed == 1
+    assert done.reports[0].changed == 1
 
 
 @there
@@ -62,7 +62,7 @@ def test_filters_and_deduplicators_leave_rows_out_whatever_the_batches(tmp_path:
     for size in (1, 3):
         found, done = run(LINKED, tmp_path, operators, batch_rows=size)
         assert [row["question"] for row in found] == ["see LINK now", "the same"]
-        assert sorted(done.report.left_out.items()) == [
+        assert sorted(left_out(done).items()) == [
             ("juicer: document_deduplicator leaves it out", 1),
             ("juicer: text_length_filter leaves it out", 1),
         ]

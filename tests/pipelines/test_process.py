@@ -22,11 +22,11 @@ from rayrft.data.tables import TableWriter, open_table, write_table
 from rayrft.errors import ConfigError, DataError, OperatorFailed, OperatorTimeout
 from rayrft.experience import Experience, Task, to_batch
 from rayrft.pipelines.files import process, walk_lineage
-from rayrft.pipelines.report import OperatorLog, OperatorReport, OperatorStats, Report
+from rayrft.pipelines.report import OperatorLog, OperatorStats
 from rayrft.pipelines.rows import Ids
 from tests.buffer.rows import group
 from tests.errors import about
-from tests.pipelines.small import OWN, applied, linked, operator, processed, read, rows, run, write
+from tests.pipelines.small import OWN, applied, left_out, linked, operator, processed, read, rows, run, write
 
 
 def questions(count: int) -> list[dict[str, Any]]:
@@ -42,11 +42,11 @@ def test_rows_go_through_all_operators_and_are_counted(tmp_path: Path) -> None:
     assert [row["question"] for row in found if not row["made_by"]] == [f"QUESTION {number}!" for number in range(10)]
     made = [row for row in found if row["made_by"]]
     assert [row["question"] for row in made] == [f"!{str(number)[::-1]} NOITSEUQ" for number in range(10)]
-    assert [each.name for each in done.report.operators] == names
-    counts = [(each.taken, each.given, each.changed, each.made) for each in done.report.operators]
+    assert [each.name for each in done.reports] == names
+    counts = [(each.taken, each.given, each.changed, each.made) for each in done.reports]
     assert counts[:4] == [(27, 26, 0, 0), (26, 25, 0, 0), (25, 25, 25, 0), (25, 20, 0, 0)]
     assert counts[4:] == [(20, 20, 0, 0), (20, 10, 0, 0), (10, 20, 0, 10)]
-    assert done.report.left_out == {
+    assert left_out(done) == {
         "drop_broken: no question": 1,
         "exact_duplicates: duplicate": 1,
         "expression: not answer::int < 20": 5,
@@ -54,7 +54,7 @@ def test_rows_go_through_all_operators_and_are_counted(tmp_path: Path) -> None:
     }
     gone = read(tmp_path / "left_out.jsonl")
     assert len(gone) == 17 and gone[0]["row"]["question"] == " "
-    assert all(each.seconds > 0 for each in done.report.operators)
+    assert all(each.seconds > 0 for each in done.reports)
     assert done.rows == 20
 
 
@@ -88,7 +88,7 @@ def test_broken_rows_are_counted_and_listed_and_no_row_is_an_empty_file(tmp_path
     assert [entry["number"] for entry in read(tmp_path / "left_out.jsonl")] == [2, 3, 4]
     found, done = run(questions(3), tmp_path, [{"name": "expression", "where": "false"}, {"name": "novelty"}])
     assert found == [] and done.rows == 0
-    assert done.report.operators[1].taken == 0
+    assert done.reports[1].taken == 0
 
 
 def test_values_that_operators_do_not_read_come_through_as_they_were(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_rows_of_another_layout_are_renamed_taken_apart_and_converted(tmp_path: 
     expected = [{"question": f"{each} + 1?", "answer": str(each + 1), "difficulty": each} for each in range(2)]
     assert [{name: row[name] for name in row if name != "id"} for row in found] == expected
     reasons = {"columns: level is not integer": 1, "columns: no reward_model.ground_truth": 2}
-    assert done.report.left_out == reasons
+    assert left_out(done) == reasons
     nested, _ = applied("columns", Ids().add(pa.RecordBatch.from_pylist(given[:2])), **options)
     assert [{name: row[name] for name in row if name != "id"} for row in nested] == expected, "of Parquet, too"
     for wrong in ({"rename": {"promt.0": "q"}}, {"drop": ["q"]}, {"drop": ["id"]}):
@@ -207,15 +207,12 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
         list(open_table(file).batches(100))
 
 
-def test_left_out_rows_of_two_operators_of_one_name_add_up_and_failed_ones_count_if_they_are() -> None:
-    reasons = [Counter(short=2, long=1), Counter(short=3)]
-    report = Report([OperatorReport("brief", reasons=each) for each in reasons])
-    assert report.left_out == {"brief: short": 5, "brief: long": 1}
-    for left_out in (0, 5):
+def test_rows_on_which_an_operator_failed_count_as_left_out_if_they_are() -> None:
+    for gone in (0, 5):
         links = linked(rows(question=["q"]), operator("language_mixing", column="question"))
         log = OperatorLog(links, "operators")
-        log.fail(OperatorFailed("it died", field=links[0].field), 5, left_out)
-        assert log.take() == {"language_mixing": OperatorStats(taken=5, left_out=left_out, failed=left_out)}
+        log.fail(OperatorFailed("it died", field=links[0].field), 5, gone)
+        assert log.take() == {"language_mixing": OperatorStats(taken=5, left_out=gone, failed=gone)}
 
 
 def test_a_pipeline_file_is_checked(tmp_path: Path) -> None:
@@ -339,7 +336,7 @@ def test_operators_on_groups_and_on_batches_are_tried_on_the_rows_of_a_run(tmp_p
     config = PipelineConfig(operators=operators, batch_rows=5)
     tasks = {row.task_id: Task(row.task_id, "What?", "That") for row in own}
     done = process([open_table(source)], config, tmp_path / "out.parquet", tasks=tasks)
-    rebalanced, reweighted, _ = done.report.operators
+    rebalanced, reweighted, _ = done.reports
     assert rebalanced.reasons == {"over the share of expert rows": 2}, "two expert rows stay beside six own ones"
     assert reweighted.changed == 6
     written = pq.read_table(tmp_path / "out.parquet")
@@ -357,9 +354,9 @@ def test_files_that_are_read_or_cannot_be_written_are_refused_before_anything_ru
             process([source], config, tmp_path / name)
     with pytest.raises(DataError, check=about("left_out")):
         process([source], config, tmp_path / "out.jsonl", left_out=tmp_path / "nowhere" / "gone.jsonl")
-    for out, left_out in ((file, None), (tmp_path / "out.jsonl", tmp_path / "." / "in.jsonl")):
+    for out, gone in ((file, None), (tmp_path / "out.jsonl", tmp_path / "." / "in.jsonl")):
         with pytest.raises(DataError, check=about("out")):
-            process([source], config, out, left_out=left_out)
+            process([source], config, out, left_out=gone)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"] and read(file) == questions(2)
 
 
@@ -367,10 +364,10 @@ def test_rows_on_which_an_operator_raises_are_left_out_if_asked_for(tmp_path: Pa
     given = [*questions(5), {"question": "bad", "answer": "x"}, *questions(2)]
     found, done = run(given, tmp_path, [{"name": "raises"}, {"name": "mirror"}], on_error="leave_out", batch_rows=4)
     assert [row["answer"] for row in found if not row["made_by"]] == ["0", "1", "2", "3", "4", "0", "1"]
-    assert done.report.left_out == {"raises: raised KeyError": 1}
+    assert left_out(done) == {"raises: raised KeyError": 1}
     [gone] = read(tmp_path / "left_out.jsonl")
     assert gone["row"]["question"] == "bad" and "no such thing" in gone["reason"]
-    assert (done.report.operators[0].taken, done.report.operators[0].given) == (8, 7)
+    assert (done.reports[0].taken, done.reports[0].given) == (8, 7)
     found, _ = run([given[5]], tmp_path, [{"name": "raises"}], on_error="leave_out")
     assert found == []
 

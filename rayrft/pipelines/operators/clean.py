@@ -212,7 +212,6 @@ class Length(RowFilter[LengthOptions]):
             raise ConfigError("is needed to count tokens", "give a folder or a hub id", field="tokenizer")
 
     def prepare(self) -> None:
-        self._tokenizer = None
         if self._path is not None:
             from transformers import AutoTokenizer
 
@@ -222,7 +221,6 @@ class Length(RowFilter[LengthOptions]):
         column = rows.column(self.options.column)
         if is_list(column.type):
             return [len(each or ()) for each in column.to_pylist()]
-        assert self._tokenizer is not None
         found = self._tokenizer(texts(rows, self.options.column), add_special_tokens=False)
         return list(map(len, found["input_ids"]))
 

@@ -94,11 +94,11 @@ class Decontaminate(Operator[DecontaminateOptions]):
 
     def observe(self, rows: pa.RecordBatch) -> None:
         self._rows += rows.num_rows
-        for words in (hashing.words(rows.column(column)) for column in self.options.columns):
-            texts, fresh = hashing.whole(*words), set[int]()  # rows with the same words count once
-            found = [index.find(words) for index in self._indices]
+        for hashes, offsets in (hashing.words(rows.column(column)) for column in self.options.columns):
+            found, fresh = [index.find((hashes, offsets)) for index in self._indices], set[int]()
             for row in sorted({row for _, rows in found for row in rows.tolist()}):
-                if (text := int(texts[row])) not in self._seen:
+                # Rows with the same words count once.
+                if (text := hash(hashes[offsets[row] : offsets[row + 1]].tobytes())) not in self._seen:
                     self._seen.add(text)
                     fresh.add(row)
             for index, (places, having) in zip(self._indices, found, strict=True):

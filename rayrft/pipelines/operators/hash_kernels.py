@@ -102,13 +102,6 @@ def hash_ngrams(hashes, offsets, length, bounds, found):  # type: ignore[no-unty
 
 
 @njit(cache=True, nogil=True)
-def hash_texts(hashes, offsets, found):  # type: ignore[no-untyped-def]
-    for text in range(len(offsets) - 1):
-        if offsets[text + 1] > offsets[text]:
-            found[text] = _joined(hashes, offsets[text], offsets[text + 1]) | np.uint64(1)
-
-
-@njit(cache=True, nogil=True)
 def minhash(hashes, offsets, length, band_rows, multipliers, addends, low, keys):  # type: ignore[no-untyped-def]
     minima = np.empty(len(multipliers), np.uint64)
     for text in range(len(offsets) - 1):

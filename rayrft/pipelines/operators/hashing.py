@@ -59,13 +59,6 @@ def _bounds(offsets: I64, length: int) -> I64:
     return np.append(0, np.cumsum(np.maximum(np.diff(offsets) - length + 1, 0)))
 
 
-def whole(hashes: U64, offsets: I64) -> U64:
-    """Hash all words of each text together, ``[texts]``; 0 for a text without words."""
-    found = np.zeros(len(offsets) - 1, np.uint64)
-    kernels.hash_texts(hashes, offsets, found)
-    return found
-
-
 def signatures(hashes: U64, offsets: I64, length: int, band_rows: int) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
     """MinHash the sets of n-grams (Broder 1997), of all its words for a text of fewer.
 

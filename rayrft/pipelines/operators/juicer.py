@@ -69,8 +69,6 @@ class Juicer(Operator[JuicerOptions]):
     all rows in memory, twice."""
 
     kind = "clean"
-    Options = JuicerOptions
-    options: JuicerOptions
 
     def __init__(self, options: JuicerOptions, context: Context) -> None:
         super().__init__(options, context)

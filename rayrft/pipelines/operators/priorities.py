@@ -106,16 +106,12 @@ class HumanScore(NumberOperator[HumanOptions]):
     columns: ClassVar[Mapping[str, Wants]] = {"labels": "map"}
 
     def values(self, rows: pa.RecordBatch) -> np.ndarray:
+        import pandas as pd
+
         low, high = self.options.scale
-        given = [_number(dict(labels or ()).get(self.options.label)) for labels in rows.column("labels").to_pylist()]
-        return np.clip((np.array(given, np.float64) - low) / (high - low), 0, 1)
-
-
-def _number(text: str | None) -> float:
-    try:
-        return float(text) if text is not None else np.nan
-    except ValueError:
-        return np.nan
+        given = [dict(labels or ()).get(self.options.label) for labels in rows.column("labels").to_pylist()]
+        known = pd.to_numeric(pd.Series(given, dtype=object), errors="coerce").to_numpy(np.float64)
+        return np.clip((known - low) / (high - low), 0, 1)
 
 
 class NoveltyOptions(Section):

@@ -14,7 +14,7 @@ from rayrft.errors import ConfigError
 from rayrft.pipelines.operator import Applied, Asks, copy_parents, register_operator
 from rayrft.pipelines.operators.solving import SolverOptions, SolvingOperator, first_problem
 from rayrft.pipelines.subjects import Subject, is_experience, request_seed, subjects
-from rayrft.rewards.judge import cut, last_object, tagged
+from rayrft.rewards.judge import cut, last_object, object_schema, tagged
 
 
 class RewriteOptions(SolverOptions):
@@ -86,12 +86,7 @@ class _Rewriting(SolvingOperator[RewriteOptions]):
         reply = "{" + ", ".join(f'"{name}": "…"' for name in self.gives) + "}"
         rules = f"{self.options.instructions or self.rules}\n\n{_IS_DATA.format(mark=mark, reply=reply)}"
         messages = [{"role": "system", "content": rules}, {"role": "user", "content": shown}]
-        schema = {
-            "type": "object",
-            "properties": {name: {"type": "string"} for name in self.gives},
-            "required": list(self.gives),
-            "additionalProperties": False,
-        }
+        schema = object_schema({name: {"type": "string"} for name in self.gives})
         seed = request_seed(subject.row, self.options.seed, "write", number)
         text, problem = await self.ask(self.options.model, seed, messages, schema)
         if problem is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +16,8 @@ from typing import TypeVar
 import pyarrow as pa
 
 from rayrft.errors import ActorDied, ActorUnreachable, CallFailed, ClusterError, OperatorFailed, OperatorTimeout
-from rayrft.pipelines.chain import ChainLink, Outcome
+from rayrft.pipelines.chain import Outcome
 from rayrft.pipelines.run.host import START_S, OperatorHost, OperatorProcess, operator_failure, operator_pool, packed
-from rayrft.registry import load_plugins
 from rayrft.runtime.actor_pool import ActorPool
 from rayrft.runtime.handle import Handle
 from rayrft.runtime.ray_api import ray
@@ -34,8 +33,9 @@ _AHEAD = 2
 class Segment:
     """Operators by their numbers, through which batches go one after another."""
 
-    numbers: tuple[int, ...]
-    build: Callable[[], list[ChainLink]]
+    numbers: Sequence[int]
+    fields: Sequence[str]
+    """Names of all operators in errors."""
     create: Callable[[], OperatorHost]
     plugins: tuple[Path, ...]
     deadline_s: float
@@ -56,7 +56,7 @@ async def distribute(segment: Segment, stream: Flow, workers: int) -> AsyncGener
     Raises OperatorFailed if an actor fails, OperatorTimeout if there is no result within the deadlines of a batch and
     the start of an actor, and ClusterError if there is no cluster.
     """
-    place = segment.build()[segment.numbers[0]].field
+    place = segment.fields[segment.numbers[0]]
     if not ray.is_initialized():
         raise ClusterError("workers need a Ray cluster", "connect to one, or set workers to 1", field=place)
     pool = ActorPool(lambda: _create(segment), lambda actor: actor.call(OperatorWorker.start), workers, place)
@@ -101,8 +101,7 @@ class OperatorWorker:
     """The actor: operators in a process of its node."""
 
     def __init__(self, segment: Segment) -> None:
-        load_plugins(segment.plugins)
-        self._segment, self._links = segment, segment.build()
+        self._segment = segment
         self._pool = operator_pool(segment.create, segment.plugins)
         self._busy, self._lease = asyncio.Lock(), AsyncExitStack()
         self._process: OperatorProcess | None = None
@@ -129,6 +128,6 @@ class OperatorWorker:
         try:
             worker = await self._lease.enter_async_context(self._pool.lease())
         except CallFailed as error:
-            place = self._links[self._segment.numbers[0]].field
+            place = self._segment.fields[self._segment.numbers[0]]
             raise operator_failure(error, "the operators could not be started", place) from error
-        return OperatorProcess(worker, self._links, self._segment.deadline_s)
+        return OperatorProcess(worker, self._segment.fields, self._segment.deadline_s)

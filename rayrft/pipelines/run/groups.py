@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -83,14 +82,13 @@ class GroupHost(OperatorHost):
 
     def __init__(self, chain: GroupChain, leave_out: bool) -> None:
         super().__init__(chain.build, 0, leave_out)
-        self._key = chain.key
-        grouped = [link.operator for link in self._links if link.operator.scope == "group"]
-        mixes = chain.whole or any(each.group_by != "group_id" for each in grouped)
-        self._most = 1 if mixes else _MOST_GROUPS
+        self._key, self._whole = chain.key, chain.whole
 
     def max_batch(self) -> int:
         """Return how many groups may be processed together: one if an operator would mix them."""
-        return self._most
+        grouped = [link.operator for link in self._links if link.operator.scope == "group"]
+        mixes = self._whole or any(each.group_by != "group_id" for each in grouped)
+        return 1 if mixes else _MOST_GROUPS
 
     def process(self, messages: list[bytes]) -> tuple[list[int], bytes, bytes | None, list[Outcome]]:
         """Apply all operators to groups together; return the fields of their `GroupResult`, packed."""
@@ -98,16 +96,16 @@ class GroupHost(OperatorHost):
         self._rows, outcomes = before, list[Outcome]()
         for number, link in enumerate(self._links):
             if link.operator.scope == "all":
-                self.observe(number)
-                self.finish(number)
+                link.operator.observe(self._rows)
+                link.operator.settle()
             outcomes.append(self.apply(number))
             if not outcomes[-1].given:
                 break
         kept, changed, made = group_difference(before, self._rows, self._key)
         return kept, packed(changed), None if made is None else packed(made), outcomes
 
-    def apply(self, number: int) -> Outcome:
-        outcome = super().apply(number)
+    def apply(self, number: int, message: bytes | None = None) -> Outcome:
+        outcome = super().apply(number, message)
         return replace(outcome, left_out=[replace(each, values={}) for each in outcome.left_out])
 
 
@@ -159,7 +157,8 @@ class LocalOperators:
         self._open_models, self._opened = models, AsyncExitStack()
         self._models: ModelServer | None = None
         self._links, self._key, self._deadline_s = chain.build(), chain.key, config.deadline_s
-        create = partial(GroupHost, chain, config.on_error == "leave_out")
+        create, why = partial(GroupHost, chain, config.on_error == "leave_out"), "the operators cannot be started"
+        remedy = "see the cause, and the operators' options"
         self._calls = CallQueue[pa.RecordBatch, GroupResult](
             operator_pool(create, chain.plugins, processes=config.workers + chain.whole, spares=int(chain.whole)),
             self._make,
@@ -167,11 +166,7 @@ class LocalOperators:
             spare=0,
             deadline_s=config.deadline_s,
             start_s=START_S,
-            failure=lambda error: ConfigError(
-                f"the operators cannot be started: {error}",
-                "see the cause, and the operators' options",
-                field=self._links[0].field,
-            ),
+            failure=lambda error: ConfigError(f"{why}: {error}", remedy, field=self._links[0].field),
             again=(CallFailed, ActorDied, EndpointFailed),
             fresh=chain.whole,
         )
@@ -207,7 +202,7 @@ class LocalOperators:
 
     async def _one_by_one(self, worker: Worker, rows: pa.RecordBatch) -> GroupResult:
         """Apply each operator in another call. Raises OperatorFailed, which names the one that fails."""
-        process = OperatorProcess(worker, self._links, self._deadline_s, self._models)
+        process = OperatorProcess(worker, [link.field for link in self._links], self._deadline_s, self._models)
         outcomes, message = list[tuple[int, Outcome]](), packed(rows)
         for numbers in host.segments(self._links):
             if self._links[numbers[0]].operator.scope == "all":
@@ -232,16 +227,15 @@ class OperatorActor(LocalOperators, Watched):
         auxiliary: Mapping[str, AuxiliaryConfig],
         reward: RewardModelsConfig,
     ) -> None:
-        self._tasks: dict[str, Task] = {}
+        self._tasks = list[Task]()
         """Of the groups in flight."""
-        self._groups = Counter[str]()
         opens = partial(
             open_models,
             engines=running_engines(models() if models is not None else {}, auxiliary),
             endpoints=config.endpoints,
             reward=reward,
             plugins=chain.plugins,
-            tasks=self._tasks.get,
+            tasks=lambda task_id: next((task for task in self._tasks if task.id == task_id), None),
             answer_s=config.answer_s,
         )
         super().__init__(chain, config, opens)
@@ -252,38 +246,24 @@ class OperatorActor(LocalOperators, Watched):
 
     async def apply(self, rows: pa.RecordBatch, task: Task) -> GroupResult:  # type: ignore[override]  # it is known
         await self.open()  # the call may have been sent to a predecessor that has died
-        self._tasks[task.id] = task
-        self._groups[task.id] += 1
+        self._tasks.append(task)
         try:
             return await super().apply(rows, task)
         finally:
-            self._groups[task.id] -= 1
-            if not self._groups[task.id]:
-                del self._groups[task.id], self._tasks[task.id]
+            self._tasks.remove(task)
 
 
-class ActorOperators:
+class ActorOperators(ActorPool[OperatorActor]):
     """Operators in actors that Ray restarts: a group goes to the actor with the fewest rows in flight."""
 
     def __init__(self, actors: Sequence[Handle[OperatorActor]]) -> None:
-        self._actors = ActorPool(
-            iter(actors).__next__,
-            lambda actor: actor.call(OperatorActor.open),
-            len(actors),
-            "operators",
-            restarted=True,
-        )
-
-    async def open(self) -> None:
-        """Start the actors. Raises ConfigError if operators cannot be started."""
-        await self._actors.open()
+        create, count = iter(actors).__next__, len(actors)
+        super().__init__(create, lambda actor: actor.call(OperatorActor.open), count, "operators", restarted=True)
 
     async def apply(self, rows: pa.RecordBatch, task: Task) -> GroupResult:
         """Process a group. Raises OperatorFailed, also if every actor that was tried failed."""
         try:
-            result, _ = await self._actors.call(
-                lambda actor: actor.call(OperatorActor.apply, rows, task), load=rows.num_rows
-            )
+            result, _ = await self.call(lambda actor: actor.call(OperatorActor.apply, rows, task), load=rows.num_rows)
         except (ActorDied, ActorUnreachable) as error:
             problem = f"its actors failed: {error.problem}"
             raise OperatorFailed(problem, error.remedy, field="pipelines.experiences") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,15 +84,12 @@ class OperatorHost:
         self._links, self._samples, self._leave_out = build(), samples, leave_out
         for number in range(len(self._links)) if numbers is None else numbers:
             self._links[number].operator.prepare()
-        self._rows: pa.RecordBatch | None = None
 
-    def load(self, message: bytes) -> None:
-        """Set the current batch."""
-        self._rows = unpacked(message)
-
-    def apply(self, number: int) -> Outcome:
-        """Apply an operator to the current batch."""
+    def apply(self, number: int, message: bytes | None = None) -> Outcome:
+        """Apply an operator to a batch, by default to what is left of the current one."""
         link = self._links[number]
+        if message is not None:
+            self._rows: pa.RecordBatch = unpacked(message)
         try:
             self._rows, outcome = apply_link(link, self._rows, self._samples)
         except OperatorFailed as error:  # `operator_failure` names the operator and the remedy
@@ -106,37 +103,39 @@ class OperatorHost:
                 raise (OperatorFailed(f"row {raised[0].row}: it {raised[0].reason}") if raised else error) from error
         return outcome
 
-    def observe(self, number: int) -> None:
-        """Show an operator the current batch."""
-        assert self._rows is not None
+    def observe(self, number: int, message: bytes) -> float:
+        """Show an operator a batch; return the seconds that it took."""
+        rows, start = unpacked(message), time.perf_counter()
         # Each column in memory of its own: with one that an operator keeps, all of the message would stay.
-        self._rows = self._rows.take(pa.array(np.arange(self._rows.num_rows)))
-        self._links[number].operator.observe(self._rows)
+        self._links[number].operator.observe(rows.take(pa.array(np.arange(rows.num_rows))))
+        return time.perf_counter() - start
 
-    def finish(self, number: int) -> None:
-        """Let an operator conclude from all batches that it has seen."""
+    def finish(self, number: int) -> float:
+        """Let an operator conclude from all batches that it has seen; return the seconds that it took."""
+        start = time.perf_counter()
         self._links[number].operator.settle()
+        return time.perf_counter() - start
 
     def result(self) -> bytes:
         """Return the current batch."""
-        assert self._rows is not None
         return packed(self._rows)
 
 
 class OperatorProcess:
-    """Calls of an `OperatorHost` in a process. ``models`` answers what the operators ask."""
+    """Calls of an `OperatorHost` in a process. ``fields`` name the operators in errors; ``models`` answers what these
+    ask."""
 
     def __init__(
-        self, worker: Worker, links: Sequence[ChainLink], deadline_s: float, models: ModelServer | None = None
+        self, worker: Worker, fields: Sequence[str], deadline_s: float, models: ModelServer | None = None
     ) -> None:
-        self._worker, self._links, self._deadline_s = worker, links, deadline_s
+        self._worker, self._fields, self._deadline_s = worker, fields, deadline_s
         self._serve = models.serve if models is not None else None
 
     async def apply(self, numbers: Sequence[int], message: bytes, note: NoteWork) -> bytes | None:
         """Apply operators to a batch; return the rows that are left, or None if there are none."""
-        await self._call(numbers[0], message, "load", message)
         for number in numbers:
-            outcome: Outcome = await self._call(number, message, "apply", number)
+            given = message if number == numbers[0] else None
+            outcome: Outcome = await self._call(number, message, "apply", number, given)
             note((number, outcome))
             if not outcome.given:
                 return None
@@ -145,18 +144,11 @@ class OperatorProcess:
 
     async def observe(self, number: int, message: bytes) -> float:
         """Show an operator a batch; return the seconds that it took."""
-        await self._call(number, message, "load", message)
-        return await self._timed(number, message, "observe", self._deadline_s)
+        return await self._call(number, message, "observe", number, message)
 
     async def finish(self, number: int, batches: int) -> float:
         """Let an operator conclude from all batches that it has seen; return the seconds that it took."""
-        return await self._timed(number, None, "finish", self._deadline_s * max(1, batches))
-
-    async def _timed(self, number: int, message: bytes | None, method: str, deadline_s: float) -> float:
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        await self._call(number, message, method, number, deadline_s=deadline_s)
-        return loop.time() - start
+        return await self._call(number, None, "finish", number, deadline_s=self._deadline_s * max(1, batches))
 
     async def _call(
         self, number: int, message: bytes | None, method: str, *arguments: Any, deadline_s: float | None = None
@@ -165,7 +157,7 @@ class OperatorProcess:
             limit_s = deadline_s or self._deadline_s
             return await self._worker.call(method, *arguments, deadline_s=limit_s, serve=self._serve)
         except (CallFailed, ActorDied, EndpointFailed) as error:
-            field, at = self._links[number].field, ""
+            field, at = self._fields[number], ""
             if message is not None:
                 rows = unpacked(message)
                 at = f", on the batch of {rows.num_rows} rows that begins with {rows.column(0)[0]}"

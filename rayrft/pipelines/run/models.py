@@ -21,10 +21,10 @@ from rayrft.config.pipelines import EndpointConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.data.chat_template import Messages
 from rayrft.errors import DataError, EndpointFailed, RequestRefused
-from rayrft.experience import Task
+from rayrft.experience import Task, json_digest
 from rayrft.json_lines import open_lines
 from rayrft.rewards import RewardResult, Transcript, build_reward, where
-from rayrft.rewards.judge import ChatModel, OpenAIModel, digest
+from rayrft.rewards.judge import ChatModel, OpenAIModel
 from rayrft.rewards.scorer import Scorer
 from rayrft.runtime.processes.remote import ErrorReply, Remote, call_object, remote_method
 
@@ -127,7 +127,7 @@ class ModelServer:
     async def chat(self, name: str, seed: int | None, messages: Messages, **sampling: Any) -> str:
         """Return a model's answer to a conversation."""
         model = self._models[name]
-        key = digest(model.identity or name, json.dumps([messages, sampling, seed], sort_keys=True)).hex()
+        key = json_digest([model.identity or name, json.dumps([messages, sampling, seed], sort_keys=True)])
         if self._journal is not None and (known := self._journal.get(key)) is not None:
             return known
         async with self._room[name]:

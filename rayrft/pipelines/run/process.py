@@ -20,7 +20,7 @@ from rayrft.config.pipelines import OperatorConfig
 from rayrft.errors import CallFailed
 from rayrft.pipelines.chain import LeftOut, Outcome, build_chain
 from rayrft.pipelines.operator import Context
-from rayrft.pipelines.report import OperatorReport, Report
+from rayrft.pipelines.report import OperatorReport
 from rayrft.pipelines.rows import grouped
 from rayrft.pipelines.run import host
 from rayrft.pipelines.run.distributed import Flow, Segment, distribute
@@ -60,13 +60,11 @@ class Pipeline:
         build = partial(build_chain, operators, schema, field=field, origin=origin, context=context or Context())
         self.links = build()
         self.schema = self.links[-1].gives if self.links else schema
-        self.report = Report([OperatorReport(link.name) for link in self.links])
+        self.reports = [OperatorReport(link.name) for link in self.links]
         self._segments = host.segments(self.links, apart=workers > 1)
-        distributes = [workers > 1 and host.is_distributable(link) for link in self.links]
-        here = [number for number, elsewhere in enumerate(distributes) if not elsewhere]
-        self._create = partial(OperatorHost, build, samples, leave_out, here)
-        self._build, self._leave_out, self._workers, self._distributes = build, leave_out, workers, distributes
-        self._plugins, self._deadline_s = tuple(plugins), deadline_s
+        self._distributes = [workers > 1 and host.is_distributable(link) for link in self.links]
+        self._create, self._plugins = partial(OperatorHost, build, samples, leave_out), tuple(plugins)
+        self._fields, self._workers, self._deadline_s = [link.field for link in self.links], workers, deadline_s
         self._batch_rows, self._samples = batch_rows, samples
 
     def run(
@@ -77,7 +75,7 @@ class Pipeline:
         left_out: Callable[[str, list[LeftOut]], None] = lambda operator, rows: None,
         progress: NoteGiven = lambda operator, rows: None,
         models: OpenModels | None = None,
-    ) -> Report:
+    ) -> list[OperatorReport]:
         """Send rows through all operators. ``take`` gets the resulting batches, ``left_out`` the rows that an operator
         left out; ``models`` opens the models that operators ask.
 
@@ -95,12 +93,13 @@ class Pipeline:
         left_out: Callable[[str, list[LeftOut]], None],
         progress: NoteGiven,
         models: AbstractAsyncContextManager[ModelServer | None],
-    ) -> Report:
-        pool = host.operator_pool(self._create, self._plugins)
+    ) -> list[OperatorReport]:
+        here = [number for number, elsewhere in enumerate(self._distributes) if not elsewhere]
+        pool = host.operator_pool(partial(self._create, here), self._plugins)
 
         def note(done: tuple[int, Outcome]) -> None:
             number, outcome = done
-            self.report.operators[number].add(outcome, self._samples)
+            self.reports[number].add(outcome, self._samples)
             if outcome.left_out:
                 left_out(self.links[number].name, outcome.left_out)
             progress(number, outcome.taken)
@@ -110,13 +109,13 @@ class Pipeline:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rayrft-pipeline-")))
             try:
                 async with models as server, pool.lease() as worker:
-                    process = OperatorProcess(worker, self.links, self._deadline_s, server)
+                    process = OperatorProcess(worker, self._fields, self._deadline_s, server)
                     async with aclosing(self._stream(process, batches, folder, note)) as stream:
                         async for batch in stream:
                             take(batch)
             except CallFailed as error:  # of the lease itself
                 raise host.operator_failure(error, "the operators could not be started", "operators") from error
-        return self.report
+        return self.reports
 
     async def _stream(
         self, process: OperatorProcess, batches: Iterable[pa.RecordBatch], folder: Path, note: NoteWork
@@ -128,18 +127,18 @@ class Pipeline:
                 stream = self._in_actors(numbers, stream, note)
                 continue
             if first.operator.scope != "row":
-                spool, report = _Spool(folder / f"{numbers[0]}.arrow", first.takes), self.report.operators[numbers[0]]
-                async with aclosing(stream):
-                    async for batch in stream:
-                        spool.write(batch)
-                        if first.operator.scope == "all":
-                            report.seconds += await process.observe(numbers[0], host.packed(batch))
-                spool.close()
+                spool, report = folder / f"{numbers[0]}.arrow", self.reports[numbers[0]]
+                with pa.ipc.new_file(str(spool), first.takes) as writer:
+                    async with aclosing(stream):
+                        async for batch in stream:
+                            writer.write_batch(batch)
+                            if first.operator.scope == "all":
+                                report.seconds += await process.observe(numbers[0], host.packed(batch))
                 if first.operator.scope == "all":
-                    report.seconds += await process.finish(numbers[0], spool.batches)
-                    stream = _whole(spool.read())
+                    report.seconds += await process.finish(numbers[0], writer.stats.num_record_batches)
+                    stream = _whole(_batches_of(spool))
                 else:
-                    stream = _whole(spool.read_groups(first.operator.group_by, self._batch_rows))
+                    stream = _whole(_groups_of(spool, first.operator.group_by, self._batch_rows))
             stream = self._in_process(process, numbers, stream, note)
         async with aclosing(stream):
             async for batch in stream:
@@ -153,8 +152,8 @@ class Pipeline:
                     yield host.unpacked(rows)
 
     async def _in_actors(self, numbers: Sequence[int], stream: Flow, note: NoteWork) -> Flow:
-        create = partial(OperatorHost, self._build, self._samples, self._leave_out, numbers)
-        segment = Segment(tuple(numbers), self._build, create, self._plugins, self._deadline_s)
+        create = partial(self._create, numbers)
+        segment = Segment(numbers, self._fields, create, self._plugins, self._deadline_s)
         async with aclosing(distribute(segment, stream, self._workers)) as results:
             async for result in results:
                 for each in result.outcomes:
@@ -165,37 +164,24 @@ class Pipeline:
                     yield host.unpacked(result.rows)
 
 
-class _Spool:
-    """Batches in an Arrow file."""
+def _batches_of(spool: Path) -> Iterator[pa.RecordBatch]:
+    """Iterate over the batches of an Arrow file."""
+    with pa.memory_map(str(spool)) as source, pa.ipc.open_file(source) as file:
+        for number in range(file.num_record_batches):
+            yield file.get_batch(number)
 
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self.path = path
-        self._writer = pa.ipc.new_file(str(path), schema)
-        self.batches = 0
 
-    def write(self, batch: pa.RecordBatch) -> None:
-        self._writer.write_batch(batch)
-        self.batches += 1
-
-    def close(self) -> None:
-        self._writer.close()
-
-    def read(self) -> Iterator[pa.RecordBatch]:
-        with pa.memory_map(str(self.path)) as source, pa.ipc.open_file(source) as file:
-            for number in range(file.num_record_batches):
-                yield file.get_batch(number)
-
-    def read_groups(self, column: str, rows: int) -> Iterator[pa.RecordBatch]:
-        """Iterate over whole groups (or single rows without one), in order of appearance, about ``rows`` at a time."""
-        batches, part = list(self.read()), list[int]()
-        first_rows = np.cumsum([0, *map(len, batches)])
-        for group in grouped(name for batch in batches for name in batch.column(column).to_pylist()):
-            if part and len(part) + len(group) > rows:
-                yield _taken(batches, np.array(part), first_rows)
-                part = []
-            part += group
-        if part:
+def _groups_of(spool: Path, column: str, rows: int) -> Iterator[pa.RecordBatch]:
+    """Iterate over whole groups (or single rows without one), in order of appearance, about ``rows`` at a time."""
+    batches, part = list(_batches_of(spool)), list[int]()
+    first_rows = np.cumsum([0, *map(len, batches)])
+    for group in grouped(name for batch in batches for name in batch.column(column).to_pylist()):
+        if part and len(part) + len(group) > rows:
             yield _taken(batches, np.array(part), first_rows)
+            part = []
+        part += group
+    if part:
+        yield _taken(batches, np.array(part), first_rows)
 
 
 def _taken(batches: list[pa.RecordBatch], wanted: np.ndarray, first_rows: np.ndarray) -> pa.RecordBatch:
