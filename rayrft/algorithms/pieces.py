@@ -19,6 +19,7 @@ from rayrft.errors import ConfigError
 from rayrft.registry import Registry
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 NONE = "none"
 """The name for no piece."""
@@ -113,6 +114,13 @@ class Piece(Generic[F]):
     def fault(self, coefficient: str, value: Coefficient) -> str | None:
         """Return why a value is invalid, such as ``must lie in [0, 1]``; None if it is valid."""
         return fault(value, _parameters(self.function).get(coefficient))
+
+
+def require(value: T | None, problem: str) -> T:
+    """Return an input of a piece. Raises ValueError, which says what is missing, if it is None."""
+    if value is None:
+        raise ValueError(problem)
+    return value
 
 
 class Pieces(Generic[F]):
