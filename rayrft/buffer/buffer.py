@@ -23,7 +23,7 @@ from rayrft.buffer.feedback import give_feedback
 from rayrft.buffer.groups import GroupStatus, group_key
 from rayrft.buffer.ingest import Arrivals, GroupEntry, Receipt, read_message
 from rayrft.buffer.leases import Lease, Leasing
-from rayrft.buffer.ledger import BufferStats, Ledger, ResumedState
+from rayrft.buffer.ledger import Ledger, ResumedState, RowStats
 from rayrft.buffer.log.journal import Position
 from rayrft.buffer.log.row_log import RowRef
 from rayrft.buffer.retention import Retention
@@ -128,7 +128,7 @@ class Buffer(Watched):
         # The engines have the checkpoint's weights, also if the run was killed before it had recorded that.
         resumed = [*gone, leases.StepsRolledBack(step, attempt), leases.VersionAdvanced(step)]
         await self.store.commit(*(resumed if new else []))
-        return ResumedState(self.state.ledger(), self.store.sizes().torn_bytes)
+        return ResumedState(self.state.ledger(), self.store.torn_bytes)
 
     async def close_stage(self, name: str | None = None) -> None:
         """Admit no more groups; pending `admit` calls return none. ``name`` restricts it to the stage of that name."""
@@ -385,15 +385,9 @@ class Buffer(Watched):
                 return await self.store.rows_by_block(held)
         return [await self._experts.whole(store)]
 
-    async def stats(self) -> BufferStats:
-        """Return the ledger of usual rows, the draws of demonstrations, and memory and disk use."""
-        return BufferStats(
-            ledger=self.state.ledger(recount=True),
-            expert=self.state.expert_draws(),
-            tasks_drawn=self.state.tasks[""].position if "" in self.state.tasks else None,
-            late_feedback=self.state.contents.late_feedback_count,
-            sizes=self.store.sizes(),
-        )
+    async def stats(self) -> RowStats:
+        """Return the ledger of usual rows, and the draws of demonstrations."""
+        return RowStats(self.state.ledger(recount=True), self.state.expert_draws())
 
     async def waiting(self) -> WaitReport:
         """Report what a lease waits for, and the time without progress."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rayrft.algorithms import Algorithm
-from rayrft.buffer.leases import BatchShare, BlockRows, Lease
+from rayrft.buffer.leases import Lease, Unit, deal
 from rayrft.buffer.log.row_log import RowRef
 from rayrft.config.stage import StageConfig
 from rayrft.data.models import attention_cost
@@ -169,11 +169,9 @@ class Rank(RankApi):
         return None if lost else self.learner.step(mini_batches)
 
     def rank_pairs(self, blocks: list[tuple[RowRef, np.ndarray]]) -> PairRanking:
-        [(ref, indices)] = blocks  # demonstrations are one block
-        pairs = indices.reshape(-1, 2)[self._index :: self._setup.config.ranks].reshape(-1)
-        count = len(pairs)
-        groups, weights, alone = np.zeros((count, 2), np.int32), np.ones(count, np.float32), np.zeros(count, bool)
-        share = BatchShare((BlockRows(ref, pairs, groups, weights, alone),), 0, (count,))
+        [(ref, rows)] = blocks  # demonstrations are one block
+        pairs = [Unit(ref, row, rows=2, tokens=1) for row in rows[::2].tolist()]
+        share = deal([pairs], self._setup.config.ranks)[self._index]
         return self.learner.rank_pairs(fetch_rows(share, self.learner.algorithm))
 
     def gpus(self) -> tuple[str, list[str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +166,9 @@ class LocalBuffer:
     def standing(self) -> dict[str, Any]:
         """Everything that a restart must not change."""
         leases = {step: self.lease(step) for step in sorted(self.buffer.state.training.leases)}
-        stats = replace(self.do("stats"), sizes=None)  # of this process, and of its files
-        return {"stats": stats, "rows": self.held(), "leases": leases}
+        state = self.buffer.state
+        counts = [state.contents.late_feedback_count, *(tasks.position for tasks in state.tasks.values())]
+        return {"stats": self.do("stats"), "counts": counts, "rows": self.held(), "leases": leases}
 
 
 def _rows(part: BlockRows) -> list[tuple[str, float | None, float]]:
