@@ -203,7 +203,6 @@ def red_drop(rewards: Tensor, group: GroupFacts) -> Tensor:
     so this is equivalent to a random draw and reproducible; rows from other sources must not be sorted. Tokens of
     dropped answers stay in the denominator; KL and entropy terms include them.
     """
-    check_shape(rewards)
     worse = centre_rewards(rewards) < -_ROUNDING * rewards.abs().max()
     better = int((~worse).sum())
     kept = ~worse | (worse.cumsum(0) <= better)

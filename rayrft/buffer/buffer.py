@@ -23,7 +23,7 @@ from rayrft.buffer.feedback import give_feedback
 from rayrft.buffer.groups import GroupStatus, group_key
 from rayrft.buffer.ingest import Arrivals, GroupEntry, Receipt, read_message
 from rayrft.buffer.leases import Lease, Leasing
-from rayrft.buffer.ledger import Ledger, ResumedState, RowStats
+from rayrft.buffer.ledger import Ledger, RowStats
 from rayrft.buffer.log.journal import Position
 from rayrft.buffer.log.row_log import RowRef
 from rayrft.buffer.retention import Retention
@@ -108,9 +108,10 @@ class Buffer(Watched):
         """Flush acknowledged writes to disk; return the journal position that a resumed run's journal must reach."""
         return [*astuple(await self.store.flush())]
 
-    async def resume(self, step: int, attempt: str) -> ResumedState:
+    async def resume(self, step: int, attempt: str) -> tuple[Ledger, int]:
         """Resume the run from a checkpoint of ``step``: outstanding tickets are reissued, and leases from that step on
-        are trained again, with the same rows in the same order.
+        are trained again, with the same rows in the same order. Returns the ledger, and the bytes of unfinished writes
+        that were truncated from the log.
 
         ``attempt`` identifies this attempt of the run, which resumes once: a late repeat of the call changes nothing.
 
@@ -128,7 +129,7 @@ class Buffer(Watched):
         # The engines have the checkpoint's weights, also if the run was killed before it had recorded that.
         resumed = [*gone, leases.StepsRolledBack(step, attempt), leases.VersionAdvanced(step)]
         await self.store.commit(*(resumed if new else []))
-        return ResumedState(self.state.ledger(), self.store.torn_bytes)
+        return self.state.ledger(), self.store.torn_bytes
 
     async def close_stage(self, name: str | None = None) -> None:
         """Admit no more groups; pending `admit` calls return none. ``name`` restricts it to the stage of that name."""

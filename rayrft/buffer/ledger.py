@@ -60,11 +60,3 @@ class ArchiveStats(RowStats):
     stores: dict[str, dict[str, int]]
     late_feedback: int
     torn_bytes: int
-
-
-@dataclass(frozen=True)
-class ResumedState:
-    """State of a Buffer that a run resumes with; ``torn_bytes`` of unfinished writes were truncated from the log."""
-
-    ledger: Ledger
-    torn_bytes: int

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rayrft.config.buffer import SamplerConfig
 
 ANY_AGE = 1 << 62
-"""More versions than there ever are: the bound of a stage that takes groups of any age."""
+"""More versions than there ever are: the bound of a stage that takes groups of any age, and a deadline for none."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.leases import BlockRows, Lease
-from rayrft.buffer.ledger import Ledger, ResumedState
+from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.schedule import Ticket
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
@@ -147,8 +147,8 @@ class LocalBuffer:
 
     def resume(self, step: int, life: str) -> Ledger:
         """What a resumed run is told, except how the log was repaired for it."""
-        resumed: ResumedState = self.run(self.buffer.resume(step, life))
-        return resumed.ledger
+        ledger, _ = self.run(self.buffer.resume(step, life))
+        return ledger
 
     def held(self) -> list[tuple[str, float | None]]:
         """Id and reward of every held row."""
