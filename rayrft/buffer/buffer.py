@@ -21,7 +21,7 @@ from rayrft.buffer.expert_cursor import DemonstrationKind
 from rayrft.buffer.expert_rows import ExpertBlocks, check_kind, demonstration_kind, in_units
 from rayrft.buffer.feedback import give_feedback
 from rayrft.buffer.groups import GroupStatus, group_key
-from rayrft.buffer.ingest import Arrivals, GroupEntry, Receipt, read_message
+from rayrft.buffer.ingest import Arrivals, GroupEntry, read_message
 from rayrft.buffer.leases import Lease, Leasing
 from rayrft.buffer.ledger import Ledger, RowStats
 from rayrft.buffer.log.journal import Position
@@ -30,7 +30,7 @@ from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.store import Store
 from rayrft.buffer.transitions import admission, contents, leases
-from rayrft.buffer.validation import Limits, find_faults
+from rayrft.buffer.validation import Fault, Limits, find_faults
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, StorageError
@@ -203,13 +203,13 @@ class Buffer(Watched):
 
     # Results of a ticket.
 
-    async def put(self, entries: list[GroupEntry], payload: list[Any]) -> list[Receipt]:
+    async def put(self, entries: list[GroupEntry], payload: list[Any]) -> list[list[Fault]]:
         """Store groups: one entry per group of the packed message in ``payload`` (or its reference).
 
-        Returns when they are in the log, with the faults of rejected rows. Invalid rows are rejected and counted by
-        reason, together with their whole group if it has no ticket. A group that was stored before is skipped; if it
-        has no ticket and its rows differ, it is rejected and counted. A group after its deadline or its stage is
-        dropped. Called by `BufferWriter`.
+        Returns when they are in the log, with the faults of rejected rows by group. Invalid rows are rejected and
+        counted by reason, together with their whole group if it has no ticket. A group that was stored before is
+        skipped; if it has no ticket and its rows differ, it is rejected and counted. A group after its deadline or its
+        stage is dropped. Called by `BufferWriter`.
         """
         return await self._arrivals.put(entries, payload)
 

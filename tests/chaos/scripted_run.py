@@ -90,8 +90,8 @@ class Cluster:
 
     def _note(self, life: Life, method: str, arguments: Any, result: Any) -> None:
         if method == "put" and isinstance(life.target, Buffer):
-            rows = {entry.group_id: entry.rows for entry in arguments[0]}
-            self.accepted |= {each.group_id: rows[each.group_id] for each in result if not each.faults}
+            stored = (entry for entry, faults in zip(arguments[0], result, strict=True) if not faults)
+            self.accepted |= {entry.group_id: entry.rows for entry in stored}
 
     def _ended(self, life: Life) -> None:
         if life in self.services:
