@@ -189,7 +189,7 @@ class RewardConfig(RewardModelsConfig):
 
 
 def _folders(reward: RewardPart | RewardModelConfig, checkpoints: Path) -> dict[str, Any]:
-    """Return what changes in a reward where folders replace stages."""
+    """Return the keys of a reward that change where folders replace stages."""
     changes: dict[str, Any] = {}
     if isinstance(reward, RewardModelConfig):
         changes["parts"] = [part.model_copy(update=_folders(part, checkpoints)) for part in reward.parts]
