@@ -78,12 +78,12 @@ def lock_file(descriptor: int, path: Path, *, wait: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def storage_errors(path: Path, remedy: str = _REMEDY) -> Iterator[None]:
+def storage_errors(path: Path, remedy: str = _REMEDY, what: str = "cannot be written") -> Iterator[None]:
     """Raise an OSError inside a ``with`` as a StorageError about ``path``."""
     try:
         yield
     except OSError as error:
-        raise storage_error(error, path, remedy) from None
+        raise storage_error(error, path, remedy, what) from None
 
 
 def storage_error(error: OSError, path: Path, remedy: str, what: str = "cannot be written") -> StorageError:

@@ -20,7 +20,6 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from rayrft.algorithms import Algorithm, build, presets
 from rayrft.algorithms.pieces import Piece
@@ -46,9 +45,9 @@ def config_reference() -> str:
     for path, section in _sections(RunConfig, ""):
         title = f"`{path}`" if path else "The run"
         head = "| key | type | default | |\n|---|---|---|---|"
-        notes, types = _attribute_docs(section), typing.get_type_hints(section)
+        notes, types, plain = _attribute_docs(section), typing.get_type_hints(section), section.model_construct()
         rows = [
-            f"| `{name}` | {_type(field, types[name])} | {_default(field)} | {_cell(notes.get(name, ''))} |"
+            f"| `{name}` | {_type(field, types[name])} | {_default(plain, name)} | {_cell(notes.get(name, ''))} |"
             for name, field in section.model_fields.items()
         ]
         text = _cell(inspect.getdoc(section) or "")
@@ -196,10 +195,10 @@ def _type(field: FieldInfo, kind: Any) -> str:
     return _cell(", ".join([f"`{text}`", *bounds, *["changeable"] * (CHANGEABLE in field.metadata)]))
 
 
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
+def _default(plain: BaseModel, name: str) -> str:
+    if type(plain).model_fields[name].is_required():
         return "required"
-    value = field.default if field.default is not PydanticUndefined else field.get_default(call_default_factory=True)
+    value = getattr(plain, name)
     return "" if isinstance(value, BaseModel) else _cell(f"`{value}`")
 
 

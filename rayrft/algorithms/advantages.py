@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rayrft.algorithms.pieces import Fraction, NonNegative, Pieces, Positive, Weight
+from rayrft.algorithms.pieces import Fraction, NonNegative, Pieces, Positive, Weight, require
 
 _ROUNDING = 1e-6
 """Rewards that differ by less than this share of them are equal."""
@@ -116,10 +116,9 @@ def gdpo(
     no components, and KeyError if it lacks one.
     """
     check_shape(rewards)
-    if group.components is None:
-        raise ValueError("gdpo needs the components of the rewards")
-    weights = reward_components or dict.fromkeys(group.components, 1.0)
-    parts = [w * group_relative_advantages(group.components[name], epsilon=epsilon) for name, w in weights.items()]
+    components = require(group.components, "gdpo needs the components of the rewards")
+    weights = reward_components or dict.fromkeys(components, 1.0)
+    parts = [w * group_relative_advantages(components[name], epsilon=epsilon) for name, w in weights.items()]
     return torch.stack(parts).sum(0) if parts else torch.zeros_like(rewards)
 
 
@@ -163,10 +162,8 @@ def remax(rewards: Tensor, group: GroupFacts) -> Tensor:
 
     Raises ValueError if ``group.greedy_reward`` is None.
     """
-    if group.greedy_reward is None:
-        raise ValueError("remax needs the reward of the greedy answer")
     check_shape(rewards)
-    return rewards - group.greedy_reward
+    return rewards - require(group.greedy_reward, "remax needs the reward of the greedy answer")
 
 
 @group_advantages.register("opmd", traits=["compares"])
@@ -206,7 +203,6 @@ def red_drop(rewards: Tensor, group: GroupFacts) -> Tensor:
     so this is equivalent to a random draw and reproducible; rows from other sources must not be sorted. Tokens of
     dropped answers stay in the denominator; KL and entropy terms include them.
     """
-    check_shape(rewards)
     worse = centre_rewards(rewards) < -_ROUNDING * rewards.abs().max()
     better = int((~worse).sum())
     kept = ~worse | (worse.cumsum(0) <= better)
@@ -289,9 +285,8 @@ def process_supervision(rewards: Tensor, group: GroupFacts, *, epsilon: Positive
     relative = group_relative_advantages(rewards, epsilon=epsilon)
     if group.trajectory is None:
         return relative
-    if group.turn is None:
-        raise ValueError("process needs the turn of every step")
-    return returns_to_go(relative, group.trajectory, group.turn, 1.0)
+    turn = require(group.turn, "process needs the turn of every step")
+    return returns_to_go(relative, group.trajectory, turn, 1.0)
 
 
 def returns_to_go(rewards: Tensor, trajectory: Tensor, turn: Tensor, discount: float) -> Tensor:

@@ -21,15 +21,8 @@ from rayrft.algorithms.registries import REGISTRIES
 from rayrft.algorithms.unpaired import Labelled
 from rayrft.algorithms.values import token_advantages, token_rewards, with_penalty
 
-_FIELDS: dict[Need, str] = {
-    "reference": "reference_logprobs",
-    "teacher_logprobs": "teacher_logprobs",
-    "teacher_candidates": "teacher_candidates",
-    "pairs": "pairs",
-    "labels": "chosen",
-    "reference_kl": "reference_kl",
-}
-"""Needs that the batch of a loss must supply. Missing proximal log-probs are replaced by the present policy's."""
+_FIELDS: dict[Need, str] = {"reference": "reference_logprobs", "labels": "chosen"}
+"""Fields of a batch that have another name than the need for them."""
 
 
 @dataclass(frozen=True)
@@ -316,8 +309,9 @@ class Algorithm:
     def _check(self, batch: TokenBatch, kind: str) -> None:
         piece = self.piece(kind)
         for need in piece.needs if piece else ():
-            if need in _FIELDS and getattr(batch, _FIELDS[need]) is None:
-                raise ValueError(f"{kind} {getattr(self, kind)!r} needs {_FIELDS[need]}, which the batch does not hold")
+            name = _FIELDS.get(need, need)
+            if getattr(batch, name, True) is None:  # else it is given, or supplied in another way
+                raise ValueError(f"{kind} {getattr(self, kind)!r} needs {name}, which the batch does not hold")
 
     def _has(self, kind: str, trait: Trait) -> bool:
         piece = self.piece(kind)

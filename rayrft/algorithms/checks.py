@@ -5,7 +5,6 @@ Every check raises ConfigError with the key under ``algorithm``, the value, and 
 
 from __future__ import annotations
 
-import functools
 import typing
 from collections.abc import Mapping
 from typing import Any, cast
@@ -15,6 +14,9 @@ from rayrft.algorithms.pieces import NONE, Piece, fault
 from rayrft.algorithms.registries import REGISTRIES
 from rayrft.algorithms.values import token_advantages
 from rayrft.errors import ConfigError, nearest
+
+_HINTS = typing.get_type_hints(Algorithm, include_extras=True)
+"""The accepted types of the fields of an algorithm."""
 
 _TERM_OF = {
     **dict.fromkeys(("kl_coef", "kl_in", "kl_target", "kl_horizon"), "kl"),
@@ -36,16 +38,10 @@ def refuse(key: str, problem: str, remedy: str = "", value: Any = None) -> Confi
     return ConfigError(problem, remedy, field=f"algorithm.{key}", value=value)
 
 
-@functools.cache
-def _hints() -> dict[str, Any]:
-    """Return the accepted types of the fields of an algorithm."""
-    return typing.get_type_hints(Algorithm, include_extras=True)
-
-
 def check_field(algorithm: Algorithm, key: str, value: Any) -> None:
     """Check that a given field has a valid value and an effect."""
     several = key == "correction" and isinstance(value, tuple)
-    names, hint = (value, str) if several else ((value,), str if key == "correction" else _hints()[key])
+    names, hint = (value, str) if several else ((value,), str if key == "correction" else _HINTS[key])
     if wrong := next(filter(None, (fault(name, hint) for name in names)), None):
         raise refuse(key, wrong, value=value)
     if key in REGISTRIES:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch
-from rayrft.algorithms.pieces import OpenFraction, Pieces, Positive
+from rayrft.algorithms.pieces import OpenFraction, Pieces, Positive, require
 from rayrft.algorithms.ratios import log_ratio
 
 DistillationLoss = Callable[[PolicyOutput, TokenBatch], Tensor]
@@ -29,11 +29,10 @@ def reverse_kl(output: PolicyOutput, batch: TokenBatch, *, ratio_cap: Positive =
     `truncated`. Its gradient ``w_t d_t grad log pi(y_t)`` is unbiased for the KL at the visited states while the cap
     does not bind. A token's effect on later states is ignored. Raises ValueError if the batch has no teacher log-probs.
     """
-    if batch.teacher_logprobs is None:
-        raise ValueError("reverse_kl needs the teacher's log-probs of the sampled tokens")
+    teacher = require(batch.teacher_logprobs, "reverse_kl needs the teacher's log-probs of the sampled tokens")
     now = output.logprobs.detach()
     weight = log_ratio(now, batch.behaviour_logprobs).exp().clamp(max=ratio_cap)
-    return weight * log_ratio(now, batch.teacher_logprobs) * (output.logprobs - now).exp()
+    return weight * log_ratio(now, teacher) * (output.logprobs - now).exp()
 
 
 @distillations.register("jsd", needs=["teacher", "teacher_candidates"])
@@ -47,9 +46,8 @@ def jsd(output: PolicyOutput, batch: TokenBatch, *, teacher_share: OpenFraction 
     be the vocabulary, or the teacher's most likely tokens; the remaining probability counts as one more token, so the
     result is at most the full divergence. Raises ValueError if one is missing.
     """
-    if batch.teacher_candidates is None or output.candidates is None:
-        raise ValueError("jsd needs the log-probs of teacher and policy over the teacher's candidate tokens")
-    teacher, policy = _with_rest(batch.teacher_candidates), _with_rest(output.candidates)
+    needs = "jsd needs the log-probs of teacher and policy over the teacher's candidate tokens"
+    teacher, policy = (_with_rest(require(each, needs)) for each in (batch.teacher_candidates, output.candidates))
     middle = teacher_share * teacher + (1 - teacher_share) * policy
     return teacher_share * _kl(teacher, middle) + (1 - teacher_share) * _kl(policy, middle)
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms.batch import TokenBatch, keep
+from rayrft.algorithms.pieces import require
 
 By = Literal["tokens", "answers", "rewards"]
 _FLAT = 1e-6
@@ -58,7 +59,11 @@ def sum_moments(batches: Iterable[TokenBatch], device: torch.device | None = Non
             values, weights = usual.advantages.double(), usual.weighted(usual.mask.double())
         else:
             answers = usual.lengths > 0
-            values = keep(usual.mean(usual.advantages) if by == "answers" else _rewards(usual), answers).double()
+            if by == "answers":
+                each = usual.mean(usual.advantages)
+            else:
+                each = require(usual.reward, "the deviation of rewards needs the rewards of the rows")
+            values = keep(each, answers).double()
             weights = answers.double() if usual.weight is None else answers * usual.weight.double()
         total += torch.stack([weights.sum(), (weights * values).sum(), (weights * values.square()).sum()])
     return total
@@ -69,9 +74,3 @@ def normalise(batch: TokenBatch, moments: Moments) -> TokenBatch:
     the deviation is 0 up to rounding."""
     scale = moments.deviation + 1e-8 if moments.deviation > _FLAT else 1.0
     return replace(batch, advantages=keep((batch.advantages - moments.mean) / scale, batch.mask))
-
-
-def _rewards(batch: TokenBatch) -> Tensor:
-    if batch.reward is None:
-        raise ValueError("the deviation of rewards needs the rewards of the rows")
-    return batch.reward

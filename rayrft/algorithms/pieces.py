@@ -19,6 +19,7 @@ from rayrft.errors import ConfigError
 from rayrft.registry import Registry
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 NONE = "none"
 """The name for no piece."""
@@ -64,35 +65,22 @@ Trait = Literal[
 
 
 @dataclass(frozen=True)
-class Interval:
-    """The accepted numbers of a coefficient."""
+class Bound:
+    """The accepted numbers of a coefficient: what they must do, and whether a number does."""
 
-    low: float
-    high: float
-    low_is_in: bool = True
-    high_is_in: bool = True
-
-    def __contains__(self, value: float) -> bool:
-        above = self.low <= value if self.low_is_in else self.low < value
-        below = value <= self.high if self.high_is_in else value < self.high
-        return above and below and value < math.inf
-
-    def __str__(self) -> str:
-        if self.high < math.inf:
-            opening, closing = "[" if self.low_is_in else "(", "]" if self.high_is_in else ")"
-            return f"lie in {opening}{self.low:g}, {self.high:g}{closing}"
-        return f"be at least {self.low:g}" if self.low_is_in else f"be above {self.low:g}"
+    text: str
+    accepts: Callable[[float], bool]
 
 
-Fraction = Annotated[float, Interval(0.0, 1.0)]
-OpenFraction = Annotated[float, Interval(0.0, 1.0, low_is_in=False, high_is_in=False)]
-BelowHalf = Annotated[float, Interval(0.0, 0.5, high_is_in=False)]
-Positive = Annotated[float, Interval(0.0, math.inf, low_is_in=False)]
-NonNegative = Annotated[float, Interval(0.0, math.inf)]
-AboveOne = Annotated[float, Interval(1.0, math.inf, low_is_in=False)]
-Weight = Annotated[float, Interval(-math.inf, math.inf, low_is_in=False)]
-Steps = Annotated[int, Interval(0.0, math.inf)]
-Count = Annotated[int, Interval(1.0, math.inf)]
+Fraction = Annotated[float, Bound("lie in [0, 1]", lambda x: 0 <= x <= 1)]
+OpenFraction = Annotated[float, Bound("lie in (0, 1)", lambda x: 0 < x < 1)]
+BelowHalf = Annotated[float, Bound("lie in [0, 0.5)", lambda x: 0 <= x < 0.5)]
+Positive = Annotated[float, Bound("be above 0", lambda x: 0 < x < math.inf)]
+NonNegative = Annotated[float, Bound("be at least 0", lambda x: 0 <= x < math.inf)]
+AboveOne = Annotated[float, Bound("be above 1", lambda x: 1 < x < math.inf)]
+Weight = Annotated[float, Bound("be finite", math.isfinite)]
+Steps = Annotated[int, Bound("be at least 0", lambda x: x >= 0)]
+Count = Annotated[int, Bound("be at least 1", lambda x: x >= 1)]
 
 
 @dataclass(frozen=True)
@@ -113,6 +101,13 @@ class Piece(Generic[F]):
     def fault(self, coefficient: str, value: Coefficient) -> str | None:
         """Return why a value is invalid, such as ``must lie in [0, 1]``; None if it is valid."""
         return fault(value, _parameters(self.function).get(coefficient))
+
+
+def require(value: T | None, problem: str) -> T:
+    """Return an input of a piece. Raises ValueError, which says what is missing, if it is None."""
+    if value is None:
+        raise ValueError(problem)
+    return value
 
 
 class Pieces(Generic[F]):
@@ -161,8 +156,8 @@ def fault(value: Coefficient, hint: Any) -> str | None:
         faults = [fault(value, member) for member in arguments]
         return None if None in faults else faults[0]
     if origin is Annotated:
-        kind, interval = arguments
-        return fault(value, kind) or (None if cast(float, value) in interval else f"must {interval}")
+        kind, bound = arguments
+        return fault(value, kind) or (None if bound.accepts(cast(float, value)) else f"must {bound.text}")
     if origin is Mapping:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
             return "must be a mapping of names to numbers"

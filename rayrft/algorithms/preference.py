@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rayrft.algorithms.batch import TokenBatch
-from rayrft.algorithms.pieces import BelowHalf, NonNegative, Pieces, Positive
+from rayrft.algorithms.pieces import BelowHalf, NonNegative, Pieces, Positive, require
 
 _CERTAIN = -1e-6
 """Bound of a mean log-prob, for the odds of probability 1 are infinite."""
@@ -48,9 +48,7 @@ class Pairs:
     @property
     def gains(self) -> Tensor:
         """``h(y)``. Raises ValueError without log-probs of the reference."""
-        if self.ratios is None:
-            raise ValueError("this preference loss needs the reference's log-probs")
-        return self.ratios
+        return require(self.ratios, "this preference loss needs the reference's log-probs")
 
     @property
     def margin(self) -> Tensor:
@@ -77,9 +75,7 @@ class Pairs:
 def by_pair(rows: Tensor, batch: TokenBatch) -> Tensor:
     """Arrange values of a batch's rows, ``[N]``, by its pairs, in their order: ``[2, P]``, those of chosen rows first.
     Raises ValueError if it has no pairs."""
-    if batch.pairs is None:
-        raise ValueError("a loss of pairs needs pairs")
-    return rows[batch.pairs]
+    return rows[require(batch.pairs, "a loss of pairs needs pairs")]
 
 
 def rows_by_pair(pairs: Sequence[int | None], chosen: Sequence[bool]) -> Tensor:

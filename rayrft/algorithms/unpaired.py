@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms.batch import TokenBatch, keep
-from rayrft.algorithms.pieces import NonNegative, Pieces, Positive
+from rayrft.algorithms.pieces import NonNegative, Pieces, Positive, require
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,8 @@ def kto(
     micro-batch they are in, by the policy before the step: see `rayrft.trainer.batches.mismatched`. An update whose
     rows have one prompt has z0 = 0. Raises ValueError without z0.
     """
-    if rows.reference_kl is None:
-        raise ValueError("kto needs the mean KL from the reference")
-    return _by_label(beta * (rows.gains - rows.reference_kl), rows.good, desirable_weight, undesirable_weight)
+    point = require(rows.reference_kl, "kto needs the mean KL from the reference")
+    return _by_label(beta * (rows.gains - point), rows.good, desirable_weight, undesirable_weight)
 
 
 @unpaired_losses.register("apo_zero_unpaired", needs=["labels", "reference"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms.batch import TokenBatch, keep
-from rayrft.algorithms.pieces import Fraction, Pieces, Positive
+from rayrft.algorithms.pieces import Fraction, Pieces, Positive, require
 
 TokenAdvantage = Callable[[Tensor, TokenBatch], tuple[Tensor, Tensor]]
 """From ``rewards`` ``[T]`` to advantages and returns, both ``[T]``; all are zero off the mask."""
@@ -72,11 +72,10 @@ def token_rewards(batch: TokenBatch, penalty: Tensor | None = None) -> Tensor:
 
     Raises ValueError if the batch has no rewards.
     """
-    if batch.reward is None:
-        raise ValueError("token rewards need the rewards of the rows")
+    reward = require(batch.reward, "token rewards need the rewards of the rows")
     index = torch.arange(batch.mask.numel(), device=batch.mask.device)
     last = index.new_zeros(batch.rows).scatter_reduce(0, batch.sequence, keep(index, batch.mask), "amax")
-    rewards = keep(batch.spread(batch.reward.to(batch.advantages.dtype)), batch.mask & (batch.spread(last) == index))
+    rewards = keep(batch.spread(reward.to(batch.advantages.dtype)), batch.mask & (batch.spread(last) == index))
     if batch.turn_rewards is not None:
         rewards = rewards + keep(batch.turn_rewards, batch.mask)
     return rewards if penalty is None else rewards - keep(penalty, batch.mask)
@@ -99,16 +98,13 @@ def gae(
 
     Raises ValueError if the batch has no values.
     """
-    if batch.values is None:
-        raise ValueError("gae needs the critic's values")
     actions = ActionTokens.of(batch)
-    value = actions.gather(batch.values)
+    value = actions.gather(require(batch.values, "gae needs the critic's values"))
     after = actions.after(value)
     if bootstrap_truncated:
-        if batch.final_values is None:
-            raise ValueError("bootstrapping needs the critic's values of the states in which answers were truncated")
+        lacks = "bootstrapping needs the critic's values of the states in which answers were truncated"
         continues = actions.after(actions.present)
-        final = torch.nn.functional.pad(batch.final_values, (0, 1))[actions.row]  # 0 off the mask
+        final = torch.nn.functional.pad(require(batch.final_values, lacks), (0, 1))[actions.row]  # 0 off the mask
         after = torch.where(continues, after, final)
     advantage = actions.to_go(actions.gather(rewards) + gamma * after - value, gamma * lam)
     return actions.scatter(advantage), actions.scatter(advantage + value)
@@ -135,9 +131,8 @@ def row_value_errors(batch: TokenBatch) -> Tensor:
     Raises ValueError if the batch has no returns or values.
     """
     usual = batch.usual()
-    if usual.values is None:
-        raise ValueError("errors of values need the critic's values")
-    return usual.mean((_returns(usual) - usual.values).abs())
+    values = require(usual.values, "errors of values need the critic's values")
+    return usual.mean((_returns(usual) - values).abs())
 
 
 @value_losses.register("squared")
@@ -153,14 +148,11 @@ def clipped(values: Tensor, batch: TokenBatch, *, value_clip: Positive = 0.2) ->
 
     Raises ValueError if the batch has no returns or old values.
     """
-    if batch.values is None:
-        raise ValueError("the clipped value loss needs the critic's old values")
-    near = batch.values + (values - batch.values).clamp(-value_clip, value_clip)
+    old = require(batch.values, "the clipped value loss needs the critic's old values")
+    near = old + (values - old).clamp(-value_clip, value_clip)
     returns = _returns(batch)
     return 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
 
 
 def _returns(batch: TokenBatch) -> Tensor:
-    if batch.returns is None:
-        raise ValueError("a value loss needs returns")
-    return batch.returns
+    return require(batch.returns, "a value loss needs returns")

@@ -21,16 +21,16 @@ from rayrft.buffer.expert_cursor import DemonstrationKind
 from rayrft.buffer.expert_rows import ExpertBlocks, check_kind, demonstration_kind, in_units
 from rayrft.buffer.feedback import give_feedback
 from rayrft.buffer.groups import GroupStatus, group_key
-from rayrft.buffer.ingest import Arrivals, GroupEntry, Receipt, read_message
+from rayrft.buffer.ingest import Arrivals, GroupEntry, read_message
 from rayrft.buffer.leases import Lease, Leasing
-from rayrft.buffer.ledger import BufferStats, Ledger, ResumedState
+from rayrft.buffer.ledger import Ledger, RowStats
 from rayrft.buffer.log.journal import Position
 from rayrft.buffer.log.row_log import RowRef
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.store import Store
 from rayrft.buffer.transitions import admission, contents, leases
-from rayrft.buffer.validation import Limits, find_faults
+from rayrft.buffer.validation import Fault, Limits, find_faults
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, StorageError
@@ -108,9 +108,10 @@ class Buffer(Watched):
         """Flush acknowledged writes to disk; return the journal position that a resumed run's journal must reach."""
         return [*astuple(await self.store.flush())]
 
-    async def resume(self, step: int, attempt: str) -> ResumedState:
+    async def resume(self, step: int, attempt: str) -> tuple[Ledger, int]:
         """Resume the run from a checkpoint of ``step``: outstanding tickets are reissued, and leases from that step on
-        are trained again, with the same rows in the same order.
+        are trained again, with the same rows in the same order. Returns the ledger, and the bytes of unfinished writes
+        that were truncated from the log.
 
         ``attempt`` identifies this attempt of the run, which resumes once: a late repeat of the call changes nothing.
 
@@ -128,7 +129,7 @@ class Buffer(Watched):
         # The engines have the checkpoint's weights, also if the run was killed before it had recorded that.
         resumed = [*gone, leases.StepsRolledBack(step, attempt), leases.VersionAdvanced(step)]
         await self.store.commit(*(resumed if new else []))
-        return ResumedState(self.state.ledger(), self.store.sizes().torn_bytes)
+        return self.state.ledger(), self.store.torn_bytes
 
     async def close_stage(self, name: str | None = None) -> None:
         """Admit no more groups; pending `admit` calls return none. ``name`` restricts it to the stage of that name."""
@@ -202,13 +203,13 @@ class Buffer(Watched):
 
     # Results of a ticket.
 
-    async def put(self, entries: list[GroupEntry], payload: list[Any]) -> list[Receipt]:
+    async def put(self, entries: list[GroupEntry], payload: list[Any]) -> list[list[Fault]]:
         """Store groups: one entry per group of the packed message in ``payload`` (or its reference).
 
-        Returns when they are in the log, with the faults of rejected rows. Invalid rows are rejected and counted by
-        reason, together with their whole group if it has no ticket. A group that was stored before is skipped; if it
-        has no ticket and its rows differ, it is rejected and counted. A group after its deadline or its stage is
-        dropped. Called by `BufferWriter`.
+        Returns when they are in the log, with the faults of rejected rows by group. Invalid rows are rejected and
+        counted by reason, together with their whole group if it has no ticket. A group that was stored before is
+        skipped; if it has no ticket and its rows differ, it is rejected and counted. A group after its deadline or its
+        stage is dropped. Called by `BufferWriter`.
         """
         return await self._arrivals.put(entries, payload)
 
@@ -385,15 +386,9 @@ class Buffer(Watched):
                 return await self.store.rows_by_block(held)
         return [await self._experts.whole(store)]
 
-    async def stats(self) -> BufferStats:
-        """Return the ledger of usual rows, the draws of demonstrations, and memory and disk use."""
-        return BufferStats(
-            ledger=self.state.ledger(recount=True),
-            expert=self.state.expert_draws(),
-            tasks_drawn=self.state.tasks[""].position if "" in self.state.tasks else None,
-            late_feedback=self.state.contents.late_feedback_count,
-            sizes=self.store.sizes(),
-        )
+    async def stats(self) -> RowStats:
+        """Return the ledger of usual rows, and the draws of demonstrations."""
+        return RowStats(self.state.ledger(recount=True), self.state.expert_draws())
 
     async def waiting(self) -> WaitReport:
         """Report what a lease waits for, and the time without progress."""

@@ -13,8 +13,9 @@ import pyarrow as pa
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.events import GroupReport
-from rayrft.buffer.ingest import GroupEntry, Receipt
+from rayrft.buffer.ingest import GroupEntry
 from rayrft.buffer.schedule import Ticket
+from rayrft.buffer.validation import Fault
 from rayrft.errors import DataError
 from rayrft.experience import Experience, check_filled, check_schema, from_batch, pack, to_batch
 from rayrft.runtime.handle import Handle, put_object
@@ -33,7 +34,7 @@ _TOKEN_BYTES, _ROW_BYTES = 16, 512
 """Estimates: what a row takes for each of its tokens, with their log-probs and text, and beside them."""
 
 Rows: TypeAlias = Sequence[Experience] | pa.RecordBatch
-_Waiting = tuple[GroupEntry, Rows, "asyncio.Future[Receipt]"]
+_Waiting = tuple[GroupEntry, Rows, "asyncio.Future[list[Fault]]"]
 
 
 class BufferWriter:
@@ -54,8 +55,8 @@ class BufferWriter:
         *,
         ticket: Ticket | None = None,
         dropped: dict[str, int] | None = None,
-    ) -> Receipt:
-        """Put a group, together with others that are sent; return its receipt when it is in the Buffer's log.
+    ) -> list[Fault]:
+        """Put a group, together with others that are sent; return its faults when it is in the Buffer's log.
 
         Raises DataError if a row or batch does not fit its schema, and StorageError if the log cannot be written.
         """
@@ -112,12 +113,12 @@ class BufferWriter:
 
     async def _call(self, sent: list[_Waiting], payload: Any) -> None:
         try:
-            receipts = await self._buffer.call(Buffer.put, [entry for entry, _, _ in sent], [payload])
+            faults = await self._buffer.call(Buffer.put, [entry for entry, _, _ in sent], [payload])
         except Exception as error:  # any error is raised in the callers of `put`
             _fail(sent, error)
         else:
-            for (_, _, done), receipt in zip(sent, receipts, strict=True):
-                settle(done, receipt)
+            for (_, _, done), found in zip(sent, faults, strict=True):
+                settle(done, found)
 
 
 def _entry(rows: Rows, ticket: Ticket | None, report: GroupReport, dropped: dict[str, int]) -> GroupEntry:
@@ -175,13 +176,13 @@ def put_groups(buffer: Handle[Buffer], rows: list[Experience], algorithms: list[
     for group in groups:
         check_group(group, algorithms, group_size)
 
-    async def put() -> list[Receipt]:
+    async def put() -> list[list[Fault]]:
         writer = BufferWriter(buffer)
         return await asyncio.gather(*(writer.put(to_batch(group), GroupReport.of(group)) for group in groups))
 
-    receipts = in_thread(put)  # in a notebook this thread already runs an event loop
-    if faults := [fault for receipt in receipts for fault in receipt.faults]:
-        refused = sum(bool(receipt.faults) for receipt in receipts)
+    answers = in_thread(put)  # in a notebook this thread already runs an event loop
+    if faults := [*chain.from_iterable(answers)]:
+        refused = sum(map(bool, answers))
         reasons = Counter(fault.reason for fault in faults)
         problem = f"{refused} of {len(groups)} groups were rejected: {', '.join(reasons)}"
         found = {fault.experience_id: fault.reason for fault in faults}

@@ -134,12 +134,6 @@ class GroupTable:
         slots = np.flatnonzero(np.isin(self.status, statuses))
         return slots[np.argsort(self.order[slots], kind="stable")]
 
-    @property
-    def nbytes_in_memory(self) -> int:
-        """Bytes of the columns, and of the index by key."""
-        columns = sum(getattr(self, name).nbytes for name in _COLUMNS)
-        return columns + self._slots.__sizeof__() + 64 * len(self._slots)  # an entry's two integers
-
     def to_table(self) -> pa.Table:
         """Return the columns for a snapshot."""
         return pa.table({name: getattr(self, name) for name in _COLUMNS})

@@ -1,4 +1,4 @@
-"""Ingestion of groups: metadata, room, validation, and receipts."""
+"""Ingestion of groups: metadata, room, and validation."""
 
 from __future__ import annotations
 
@@ -46,17 +46,6 @@ class GroupEntry:
         return None if self.ticket is None else self.ticket.sequence
 
 
-@dataclass(frozen=True)
-class Receipt:
-    """Receipt of a group that was put: it is in the log, except the rows in ``faults``.
-
-    A group without a ticket is stored as a whole or, if it has ``faults``, not at all.
-    """
-
-    group_id: str
-    faults: tuple[Fault, ...] = ()
-
-
 class Arrivals:
     """Stores the groups that producers put, after validation against the model's limits."""
 
@@ -71,7 +60,7 @@ class Arrivals:
         model = self._store.state.meta.model
         return self._limits if model is None else Limits(model.vocabulary, model.max_length)
 
-    async def put(self, entries: list[GroupEntry], payload: list[Any]) -> list[Receipt]:
+    async def put(self, entries: list[GroupEntry], payload: list[Any]) -> list[list[Fault]]:
         """Store the groups of a call that are new; see `Buffer.put`."""
         state, groups = self._store.state, self._store.state.groups
 
@@ -96,7 +85,7 @@ class Arrivals:
             faults |= {i: [Fault(entries[i].group_id, _USED_ID)] for i in used}
         for i in [i for i, slot in in_log() if groups.status[slot] == GroupStatus.DROPPED]:
             faults.setdefault(i, [Fault(entries[i].group_id, _NO_STEP)])
-        return [Receipt(entry.group_id, tuple(faults.get(i, ()))) for i, entry in enumerate(entries)]
+        return [faults.get(i, []) for i in range(len(entries))]
 
     async def park(self, entry: GroupEntry, payload: list[Any]) -> None:
         """Store the calls of an unfinished group; see `Buffer.park`."""

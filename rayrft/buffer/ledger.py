@@ -51,27 +51,6 @@ class RowStats:
 
 
 @dataclass(frozen=True)
-class StoreSizes:
-    """Memory and disk use in bytes, the number of groups, and the duration and truncated bytes of the recovery."""
-
-    groups: int
-    row_bytes_in_memory: int
-    metadata_bytes: int
-    log_bytes: int
-    torn_bytes: int
-    recovery_s: float
-
-
-@dataclass(frozen=True)
-class BufferStats(RowStats):
-    """Statistics of a running Buffer."""
-
-    tasks_drawn: int | None
-    late_feedback: int
-    sizes: StoreSizes
-
-
-@dataclass(frozen=True)
 class ArchiveStats(RowStats):
     """Statistics of a Buffer's log. ``stores`` has rows, bytes and further counts by store."""
 
@@ -80,12 +59,4 @@ class ArchiveStats(RowStats):
     step: int
     stores: dict[str, dict[str, int]]
     late_feedback: int
-    torn_bytes: int
-
-
-@dataclass(frozen=True)
-class ResumedState:
-    """State of a Buffer that a run resumes with; ``torn_bytes`` of unfinished writes were truncated from the log."""
-
-    ledger: Ledger
     torn_bytes: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -159,15 +158,13 @@ class Archive:
     def stats(self) -> ArchiveStats:
         """Return the ledger of usual rows, the rows and bytes by store, and the uncommitted bytes."""
         state, contents, groups = self._state, self._state.contents, self._state.groups
-        counted: Counter[str] = Counter()
-        for status, rows in zip(groups.status.tolist(), groups.rows.tolist(), strict=True):
-            if status != GroupStatus.FREE:
-                counted[GroupStatus(status).name.lower()] += rows
+        rows = np.bincount(groups.status, groups.rows, len(GroupStatus)).astype(int).tolist()
+        counted = {each.name.lower(): rows[each] for each in GroupStatus if each and rows[each]}
         experts = {
             f"expert/{name}": {"rows": cursor.extent.rows, "bytes": cursor.extent.nbytes, "drawn": cursor.drawn}
             for name, cursor in contents.experts.items()
         }
-        usual = {"rows": counted.total(), "bytes": contents.log_bytes, "groups": len(groups), **counted}
+        usual = {"rows": sum(counted.values()), "bytes": contents.log_bytes, "groups": len(groups), **counted}
         return ArchiveStats(
             ledger=state.ledger(recount=True),
             expert=state.expert_draws(),

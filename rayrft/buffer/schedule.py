@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rayrft.config.buffer import SamplerConfig
 
 ANY_AGE = 1 << 62
-"""More versions than there ever are: the bound of a stage that takes groups of any age."""
+"""More versions than there ever are: the bound of a stage that takes groups of any age, and a deadline for none."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Draw:
 @dataclass
 class Schedule:
     """When groups may start and which ready groups a step takes, as pure bookkeeping. Ready groups are known by their
-    slots in the group table. Raises ValueError for invalid numbers."""
+    slots in the group table."""
 
     groups_per_step: int = 0
     """0 if producers need no tickets."""
@@ -223,10 +223,6 @@ class WindowedSchedule(Schedule):
     taken: int = 0
     kind: Literal["windowed"] = "windowed"
     pooled: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if self.groups_per_step < 1 or self.max_staleness < 0 or self.over_sampling < 1:
-            raise ValueError("groups_per_step >= 1, max_staleness >= 0 and over_sampling >= 1 are required")
 
     def capacity(self, eligible: int = 0) -> int:
         """Return the number of groups that may be admitted now: none during a step if ``max_staleness`` is 0, because

@@ -24,25 +24,20 @@ ScoreFunction = Callable[[pa.RecordBatch, Ints], Floats]
 """Map rows and ``starts`` (``[groups]`` int64, ascending from 0) to ``[groups]`` float64."""
 
 
-class Scores(Registry[ScoreFunction]):
-    """Score functions by name; results of registered and user functions are checked at every call."""
+scores: Registry[ScoreFunction] = Registry("score")
 
-    def get(self, name: str, field: str | None = None) -> ScoreFunction:
-        """Return the function of that name or at ``package.module:attribute``. Raises ConfigError if there is none.
 
-        The function raises DataError with its name unless it gives one finite number >= 0 per group.
-        """
-        function = super().get(name, field)
+def score_groups(name: str, batch: pa.RecordBatch, starts: Ints) -> Floats:
+    """Return the scores of groups by the function of that name or at ``package.module:attribute``.
 
-        def checked(batch: pa.RecordBatch, starts: Ints) -> Floats:
-            values = np.asarray(function(batch, starts), dtype=np.float64)
-            if values.shape != starts.shape:
-                problem = f"score {name!r} must give one number per group, {len(starts)} in all"
-                raise DataError(problem, "return an array of shape [groups]", field=_FIELD, value=values.shape)
-            check_scores(values, f"score {name!r}")
-            return values
-
-        return checked
+    Raises ConfigError if there is none, and DataError with its name unless it gives one finite number >= 0 per group.
+    """
+    values = np.asarray(scores.get(name, _FIELD)(batch, starts), dtype=np.float64)
+    if values.shape != starts.shape:
+        problem = f"score {name!r} must give one number per group, {len(starts)} in all"
+        raise DataError(problem, "return an array of shape [groups]", field=_FIELD, value=values.shape)
+    check_scores(values, f"score {name!r}")
+    return values
 
 
 def check_scores(values: Floats, giver: str) -> None:
@@ -51,9 +46,6 @@ def check_scores(values: Floats, giver: str) -> None:
         return
     problem, remedy = f"{giver} has a score that is negative or not finite", "give finite numbers >= 0"
     raise DataError(problem, remedy, field=_FIELD, value=float(values[~((values >= 0) & (values < np.inf))][0]))
-
-
-scores = Scores("score")
 
 
 @scores.register("reward_deviation")

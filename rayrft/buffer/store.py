@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -19,7 +18,6 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from rayrft.buffer.events import Event
-from rayrft.buffer.ledger import StoreSizes
 from rayrft.buffer.log.journal import EventJournal, Position
 from rayrft.buffer.log.row_log import RowLog, RowRef, RowSpan
 from rayrft.buffer.log.segments import segment_sizes
@@ -48,7 +46,6 @@ class Store:
     def __init__(
         self, run: str, folder: Path, config: BufferConfig, seed: int, tasks: TaskSet | None, least: Position
     ) -> None:
-        started = time.perf_counter()
         self.config = config
         self.storage = Storage(folder)
         self.storage.create()
@@ -81,8 +78,8 @@ class Store:
         self.move_lock = asyncio.Lock()
         """Held while rows are moved or segments deleted, from reading their locations until the event is committed."""
         self._changed = asyncio.Condition()
-        self._torn_bytes = recovered.torn_bytes + self.rows.torn_bytes
-        self.recovery_s = time.perf_counter() - started
+        self.torn_bytes = recovered.torn_bytes + self.rows.torn_bytes
+        """Bytes of unfinished writes that were truncated."""
 
     async def commit(self, *events: Event) -> None:
         """Apply events, write them to the journal, and wake the waiters; without events, wait for earlier writes.
@@ -163,17 +160,6 @@ class Store:
         for slot, (ref, row, _) in zip(slots, await self.blocks(slots), strict=True):
             rows.setdefault(ref, []).append(np.arange(row, row + int(groups.rows[slot])))
         return [(ref, np.sort(np.concatenate(parts))) for ref, parts in rows.items()]
-
-    def sizes(self) -> StoreSizes:
-        """Return memory and disk use, and the duration and truncated bytes of the recovery."""
-        return StoreSizes(
-            groups=len(self.state.groups),
-            row_bytes_in_memory=self.rows.memory(),
-            metadata_bytes=self.state.groups.nbytes_in_memory,
-            log_bytes=self.state.contents.log_bytes,
-            torn_bytes=self._torn_bytes,
-            recovery_s=round(self.recovery_s, 3),
-        )
 
     def _check(self) -> None:
         if self._error is not None:

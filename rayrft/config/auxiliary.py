@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rayrft.config.base import ModelPath, Section, invalid, section_rule
 from rayrft.config.explorer import EngineConfig
@@ -20,7 +20,9 @@ class AuxiliaryConfig(Section):
     """A Hugging Face folder or hub id, with its own tokenizer."""
     template: TemplateConfig = TemplateConfig()
     engine: EngineConfig = EngineConfig(count=1)
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default_factory=lambda given: "bfloat16" if given["engine"].gpus else "float32"
+    )
     """On GPUs by default bfloat16."""
     max_length: int = Field(512, ge=8)
     """Longest sequence, prompt and answer together, in tokens."""
@@ -28,13 +30,6 @@ class AuxiliaryConfig(Section):
     """Default of calls; 0 is greedy."""
     max_tokens: int = Field(128, ge=1)
     """Default of calls: longest answer, in tokens."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults(cls, given: Any) -> Any:
-        engine = given.get("engine") if isinstance(given, dict) else None
-        gpus = engine.get("gpus") if isinstance(engine, dict) else None
-        return {"dtype": "bfloat16", **given} if isinstance(gpus, int | float) and gpus > 0 else given
 
     @section_rule
     def _awake(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rayrft.config.base import Changeable, LocalPath, Section, invalid, section_rule
 
@@ -27,7 +27,7 @@ class EngineConfig(Section):
     trainer rank what the rank leaves by the plan of its memory, see `rayrft plan`."""
     max_running: int | None = Field(None, ge=1)
     """Sequences an engine decodes at once; by default 256 on CPUs, and vLLM's number for the GPU, 256 or 1,024."""
-    enforce_eager: bool = True
+    enforce_eager: bool = Field(default_factory=lambda given: not given["gpus"])
     """Compile nothing and use no CUDA graphs; on GPUs by default false."""
     sleep: bool = False
     """Free an engine's GPU memory while the trainer works (trainer and engine on one GPU)."""
@@ -37,12 +37,6 @@ class EngineConfig(Section):
     proven: LocalPath | None = None
     """File of ``cluster/gpu_check.sh`` with the options that alter log-probs, and by how much they did on a GPU. Those
     within ``weight_sync.tolerance`` are accepted with the same release of vLLM."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults(cls, given: Any) -> Any:
-        gpus = given.get("gpus") if isinstance(given, dict) else None
-        return {"enforce_eager": False, **given} if isinstance(gpus, int | float) and gpus > 0 else given
 
     @property
     def gpu_share(self) -> float:

@@ -184,20 +184,16 @@ class RewardConfig(RewardModelsConfig):
 
     def resolved(self, checkpoints: Path) -> RewardConfig:
         """Return the config with folders in ``checkpoints`` instead of the stages that train reward models."""
-        if not self.stages:
-            return self
-        domains = {name: each.model_copy(update=_resolved(each, checkpoints)) for name, each in self.domains.items()}
-        return self.model_copy(update={**_resolved(self, checkpoints), "domains": domains})
+        domains = {name: each.model_copy(update=_folders(each, checkpoints)) for name, each in self.domains.items()}
+        return self.model_copy(update={**_folders(self, checkpoints), "domains": domains})
 
 
-def _resolved(model: RewardModelConfig, checkpoints: Path) -> dict[str, Any]:
-    """Return ``options`` and ``parts`` with folders instead of stages."""
-
-    def options(part: RewardPart | RewardModelConfig) -> dict[str, Any]:
-        if (stage := trained_by(part)) is None:
-            return part.options
-        others = {name: option for name, option in part.options.items() if name != "stage"}
-        return {**others, "model": str(checkpoints / stage)}
-
-    parts = [part.model_copy(update={"options": options(part)}) for part in model.parts]
-    return {"options": options(model), "parts": parts}
+def _folders(reward: RewardPart | RewardModelConfig, checkpoints: Path) -> dict[str, Any]:
+    """Return the keys of a reward that change where folders replace stages."""
+    changes: dict[str, Any] = {}
+    if isinstance(reward, RewardModelConfig):
+        changes["parts"] = [part.model_copy(update=_folders(part, checkpoints)) for part in reward.parts]
+    if (stage := trained_by(reward)) is not None:
+        others = {name: option for name, option in reward.options.items() if name != "stage"}
+        changes["options"] = {**others, "model": str(checkpoints / stage)}
+    return changes

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.base import Changeable, LocalPath, Name, Section, section_rule
 from rayrft.config.buffer import BufferConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
-from rayrft.config.explorer import ExplorerConfig, SamplingConfig
+from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.guards import GuardConfig
 from rayrft.config.model import ModelConfig
 from rayrft.config.pipelines import PipelinesConfig
@@ -200,21 +200,15 @@ class RunConfig(FolderConfig):
             return ProbeBounds(given or 1e-4, given or 1e-4, 1.0)
         return ProbeBounds(0.15 * (given or 0.2), given or 0.2, 0.99)
 
-    @model_validator(mode="before")
+    @field_validator("explorer")
     @classmethod
-    def _answers_on_gpus(cls, given: Any) -> Any:
+    def _answers_on_gpus(cls, explorer: ExplorerConfig, info: ValidationInfo) -> ExplorerConfig:
         """With engines on GPUs, let answers be as long as the model's length allows, unless their length is given."""
-        try:
-            explorer = given["explorer"]
-            if explorer["engine"]["gpus"] <= 0 or "max_tokens" in explorer.get("sampling", {}):
-                return given
-            sampling = explorer.get("sampling", {})
-            most = given.get("model", {}).get("max_length", ModelConfig().max_length)
-            prompt = sampling.get("max_prompt_tokens", SamplingConfig().max_prompt_tokens)
-            answers = {**sampling, "max_tokens": max(1, most - prompt)}
-        except (AttributeError, KeyError, TypeError):
-            return given  # not of these types: each section says so itself
-        return {**given, "explorer": {**explorer, "sampling": answers}}
+        sampling, model = explorer.sampling, info.data.get("model")
+        if not explorer.engine.gpus or "max_tokens" in sampling.model_fields_set or model is None:
+            return explorer
+        most = max(1, model.max_length - sampling.max_prompt_tokens)
+        return explorer.model_copy(update={"sampling": sampling.model_copy(update={"max_tokens": most})})
 
     @section_rule
     def _rules(self) -> None:

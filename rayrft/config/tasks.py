@@ -129,22 +129,15 @@ class BenchConfig(Section):
     latest weights, or ``RUN@WHICH``: a checkpoint's step, a stage, or ``start``. By default ``model``."""
     tasksets: dict[str, TasksetConfig] = Field(default_factory=dict)
     """By name. The held-out tasks of ``tasks``, if any, are added as ``held_out``."""
-    samples: int = Field(8, ge=1)
-    """Attempts per task; by default 1 at temperature 0."""
-    k: tuple[int, ...] = Field((1, 4, 8), min_length=1)
-    """The k of pass@k and majority@k; by default 1, 4 and 8, up to ``samples``."""
     temperature: float = Field(1.0, ge=0, le=2)
+    samples: int = Field(default_factory=lambda given: 8 if given["temperature"] else 1, ge=1)
+    """Attempts per task; by default 1 at temperature 0."""
+    k: tuple[int, ...] = Field(
+        default_factory=lambda given: tuple(k for k in (1, 4, 8) if k <= given["samples"]), min_length=1
+    )
+    """The k of pass@k and majority@k; by default 1, 4 and 8, up to ``samples``."""
     max_tokens: int | None = Field(None, ge=1)
     """Longest answer, in tokens; by default ``explorer.sampling.max_tokens``."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _derived(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        samples = value.get("samples", 1 if value.get("temperature") == 0 else 8)
-        k = [number for number in (1, 4, 8) if isinstance(samples, int) and number <= samples] or [1]
-        return {"samples": samples, "k": k, **value}
 
     @field_validator("models", "tasksets")
     @classmethod

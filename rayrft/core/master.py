@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.ledger import BufferStats, Ledger, RowStats
+from rayrft.buffer.ledger import Ledger, RowStats
 from rayrft.config import RunConfig, load_config
 from rayrft.core.bundles import draining_nodes
 from rayrft.core.checkpoints import Checkpoints, Progress
@@ -96,7 +96,7 @@ class Master(Watched):
         """
         prepared: PreparedRun = await prepared_refs[0]
         placement = Placement(self._config.name, plan_placement(self._config), detached=True)
-        stats: BufferStats | None = None
+        stats: RowStats | None = None
         try:
             error = await self._outcome(prepared, placement)
             try:
@@ -486,7 +486,7 @@ class Master(Watched):
         record = RestartRecord(stage, self._progress.step, time.time(), part, actor, text, seconds)
         await self._recorder.add(record)
 
-    async def _stats(self) -> BufferStats | None:
+    async def _stats(self) -> RowStats | None:
         """Return the Buffer's statistics; None if there is no Buffer, or it does not answer soon."""
         if self._parts is not None:
             with contextlib.suppress(*ray_api.ACTOR_ERRORS, TimeoutError):

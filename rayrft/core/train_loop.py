@@ -86,10 +86,9 @@ class TrainLoop:
     async def run(self) -> None:
         """Run all remaining stages. Raises Stopped if the user asked for it, after saving."""
         progress = self.progress
-        resumed = await self.buffer.call(Buffer.resume, progress.step, self._attempt)
-        self.ledger = resumed.ledger
-        if resumed.torn_bytes:
-            message = f"a crash left {resumed.torn_bytes} bytes of unfinished writes in the Buffer's log: truncated"
+        self.ledger, torn_bytes = await self.buffer.call(Buffer.resume, progress.step, self._attempt)
+        if torn_bytes:
+            message = f"a crash left {torn_bytes} bytes of unfinished writes in the Buffer's log: truncated"
             await self.recorder.note(message, step=progress.step)
         if repeated := max((step for kind, _, step in self.recorder.repeated if kind == StepRecord.kind), default=0):
             await self.recorder.note(f"repeats steps {progress.step + 1} to {repeated}", step=progress.step)

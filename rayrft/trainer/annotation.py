@@ -73,8 +73,8 @@ def with_teacher(
     return batches
 
 
-def value_errors(batches: Batches) -> dict[str, tuple[float, int]]:
-    """Return the critic's errors by group id: their sum over this rank's rows of the group, and the number of rows."""
+def value_errors(batches: Batches) -> dict[str, list[float]]:
+    """Return the critic's errors on this rank's rows of each group, by group id."""
     micros = list(chain.from_iterable(batches))
     groups = chain.from_iterable(zip(micro.groups, micro.sampled, strict=True) for micro in micros)
     errors = torch.cat([row_value_errors(micro.tokens) for micro in micros]).tolist()
@@ -82,4 +82,4 @@ def value_errors(batches: Batches) -> dict[str, tuple[float, int]]:
     for (group, counts), error in zip(groups, errors, strict=True):
         if group and counts:
             rows.setdefault(group, []).append(error)
-    return {group: (sum(errors), len(errors)) for group, errors in rows.items()}
+    return rows

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rayrft.algorithms import Algorithm
-from rayrft.buffer.leases import BatchShare, BlockRows, Lease
+from rayrft.buffer.leases import Lease, Unit, deal
 from rayrft.buffer.log.row_log import RowRef
 from rayrft.config.stage import StageConfig
 from rayrft.data.models import attention_cost
@@ -28,7 +27,7 @@ from rayrft.registry import load_plugins
 from rayrft.runtime.handle import Handle, fetch
 from rayrft.runtime.loading import LoadProgress
 from rayrft.runtime.trace import Trace
-from rayrft.trainer.api import Mailbox, RankApi, RankSetup
+from rayrft.trainer.api import RankApi, RankSetup
 from rayrft.trainer.batches import TrainRow, fetch_mini_batches, fetch_rows
 from rayrft.trainer.blame import device_failed, is_device_fault
 from rayrft.trainer.dcp import Checkpointer
@@ -39,6 +38,7 @@ from rayrft.trainer.model import gather, named_weights, save_hf
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.result import PairRanking, StepResult
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
+from rayrft.trainer.trainer import Trainer
 from rayrft.trainer.value_model import Critic
 from rayrft.weights.channel import WeightChannel, open_store
 from rayrft.weights.messages import Link, Parcel, SendReport, TensorMeta
@@ -68,26 +68,26 @@ def run_rank(options: dict[str, Any]) -> None:
             rank = Rank(setup, index, device)
         number, answer = 0, None
         rank.release()
-        fetch(trainer.call(Mailbox.ready, index, rank.warning))
-        while (call := fetch(trainer.call(Mailbox.next_call, index, number, answer))) is not None:
+        fetch(trainer.call(Trainer.ready, index, rank.warning))
+        while (call := fetch(trainer.call(Trainer.next_call, index, number, answer))) is not None:
             number, answer = number + 1, getattr(rank, call.method)(*call.args, **call.kwargs)
             rank.release()
     except BaseException as error:
         half, beside = setup.run.model.dtype != "float32", rank.beside if rank is not None else {}
         savings = partial(memory_savings, setup.model, setup.config, half=half, **beside)
-        fetch(trainer.call(Mailbox.failed, index, device_failed(error, index, where, setup.config, savings) or error))
+        fetch(trainer.call(Trainer.failed, index, device_failed(error, index, where, setup.config, savings) or error))
         raise
 
 
 @contextlib.contextmanager
-def _report_start(trainer: Handle[Mailbox], index: int) -> Iterator[None]:
+def _report_start(trainer: Handle[Trainer], index: int) -> Iterator[None]:
     """Report to the Trainer inside that the rank makes progress, whenever its memory has grown."""
     progress, started = LoadProgress("loads the model"), threading.Event()
 
     def report() -> None:
         while not started.wait(_REPORT_S):  # the memory of a process is not an event
             if progress.measure() < _REPORT_S:
-                trainer.call(Mailbox.loading, index, progress.doing)
+                trainer.call(Trainer.loading, index, progress.doing)
 
     threading.Thread(target=report, name="load progress", daemon=True).start()
     try:
@@ -169,11 +169,9 @@ class Rank(RankApi):
         return None if lost else self.learner.step(mini_batches)
 
     def rank_pairs(self, blocks: list[tuple[RowRef, np.ndarray]]) -> PairRanking:
-        [(ref, indices)] = blocks  # demonstrations are one block
-        pairs = indices.reshape(-1, 2)[self._index :: self._setup.config.ranks].reshape(-1)
-        count = len(pairs)
-        groups, weights, alone = np.zeros((count, 2), np.int32), np.ones(count, np.float32), np.zeros(count, bool)
-        share = BatchShare((BlockRows(ref, pairs, groups, weights, alone),), 0, (count,))
+        [(ref, rows)] = blocks  # demonstrations are one block
+        pairs = [Unit(ref, row, rows=2, tokens=1) for row in rows[::2].tolist()]
+        share = deal([pairs], self._setup.config.ranks)[self._index]
         return self.learner.rank_pairs(fetch_rows(share, self.learner.algorithm))
 
     def gpus(self) -> tuple[str, list[str]]:
@@ -203,9 +201,10 @@ class Rank(RankApi):
         dtype = self._compute if lora is None else torch.float32
         metas = [TensorMeta.of(name, tensor, dtype) for name, tensor in named_weights(policy)]
         parcel = Parcel(metas, bucket_bytes, lora.adapter if lora is not None else None, version)
+        tensors = (gather(tensor, dtype) for _, tensor in named_weights(policy))
         try:
             with self.learner.phase("send"):
-                return SendReport(self._channel.send(number, parcel, self._gathered(parcel)), parcel.nbytes)
+                return SendReport(self._channel.send(number, parcel, tensors), parcel.nbytes)
         except (RuntimeError, WeightSyncError) as error:  # of torch.distributed, or of a transport: an engine is gone
             self._disconnect()
             return SendReport("", parcel.nbytes, _lost_engine(error))
@@ -215,13 +214,6 @@ class Rank(RankApi):
             self._channel.close()
         self._channel = None
 
-    def _gathered(self, parcel: Parcel) -> Iterator[Tensor]:
-        """Iterate over the gathered weights. A collective."""
-        for meta, (name, tensor) in zip(parcel.metas, named_weights(self.learner.policy), strict=True):
-            if name != meta.name:
-                raise ValueError(f"parameter {name!r} came where {meta.name!r} was announced")
-            yield gather(tensor, getattr(torch, meta.dtype))
-
     def score(self, sequences: list[list[int]], images: list[tuple[str, ...]] | None = None) -> list[list[float]]:
         return self.learner.score(sequences, images)
 
@@ -229,7 +221,7 @@ class Rank(RankApi):
         self._checkpointer.save(self.learner, folder, partial(self._wrote, folder))
 
     def _wrote(self, folder: Path, problem: str | None) -> None:
-        self._setup.trainer.call(Mailbox.wrote, self._index, folder, problem)
+        self._setup.trainer.call(Trainer.wrote, self._index, folder, problem)
 
     def restore(self, folder: Path, whole: bool) -> None:
         if whole:

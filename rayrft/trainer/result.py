@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class StepResult:
 
     metrics: StepMetrics
     first_update: FirstUpdate
-    value_errors: dict[str, tuple[float, int]]
+    value_errors: dict[str, list[float]]
     reward_sum: float = 0.0
     scored: int = 0
     widest_gap: RowGap | None = None
@@ -119,7 +120,7 @@ class StepResult:
         updates: list[Update],
         algorithm: Algorithm,
         epochs: int,
-        value_errors: dict[str, tuple[float, int]],
+        value_errors: dict[str, list[float]],
         rewards: list[float],
         widest_gap: RowGap | None,
     ) -> Self:
@@ -187,9 +188,8 @@ class PairRanking:
 
 def group_value_errors(results: list[StepResult]) -> dict[str, float]:
     """Return the critic's mean error over a group's rows by group id, from the results of all ranks."""
-    sums, counts = defaultdict[str, float](float), Counter[str]()
+    errors = defaultdict[str, list[float]](list)
     for result in results:
-        for group, (total, rows) in result.value_errors.items():
-            sums[group] += total
-            counts[group] += rows
-    return {group: total / counts[group] for group, total in sums.items()}
+        for group, found in result.value_errors.items():
+            errors[group] += found
+    return {group: fmean(found) for group, found in errors.items()}

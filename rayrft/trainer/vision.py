@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,22 +43,11 @@ def with_images(padded: Tensor, images: tuple[tuple[str, ...], ...], reader: Ima
 def run_model(model: Any, inputs: dict[str, Any]) -> Any:
     """Run the model on inputs for text, or on those that `with_images` returns."""
     inputs = dict(inputs)
-    with _embedded(model, *inputs.pop(_TEXT_PLACEHOLDERS, (None, 0))):
-        return model(**inputs, use_cache=False)
+    where, token = inputs.pop(_TEXT_PLACEHOLDERS, (None, 0))
 
-
-@contextlib.contextmanager
-def _embedded(model: Any, where: Tensor | None, token: int) -> Iterator[None]:
-    """Embed the positions ``where`` (``[N, W]`` bool) as ``token`` inside."""
-    if where is None:
-        yield
-        return
-
-    def replace(module: Any, _: Any, out: Tensor) -> Tensor:
+    def embed(module: Any, _: Any, out: Tensor) -> Tensor:
         return torch.where(where[..., None], module.weight[token], out)
 
-    handle = model.get_input_embeddings().register_forward_hook(replace)
-    try:
-        yield
-    finally:
-        handle.remove()
+    embedding = model.get_input_embeddings()
+    with contextlib.nullcontext() if where is None else embedding.register_forward_hook(embed):
+        return model(**inputs, use_cache=False)

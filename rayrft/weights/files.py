@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from rayrft.errors import RayrftError, WeightSyncError, first_line
-from rayrft.files import atomic_file, held, storage_error
+from rayrft.files import atomic_file, held, storage_errors
 from rayrft.registry import Lazy
 from rayrft.weights.messages import Parcel, TensorMeta
 from rayrft.weights.transport import Endpoint, SignedStore, WeightTransport, register_transport
@@ -113,11 +113,12 @@ class VersionFolder:
 
     def read(self, serial: int, name: str, digest: str | None = None) -> pa.Buffer:
         """Return the bytes of a file. Raises WeightSyncError if it is missing, or they have another SHA-256 digest."""
-        try:
-            with self._errors("cannot be read"), self._storage.open_input_file(self._path(serial, name)) as file:
-                data = file.read_buffer()
-        except FileNotFoundError:
-            raise self._broken(serial, name, "is missing") from None
+        with self._errors("cannot be read"):
+            try:
+                with self._storage.open_input_file(self._path(serial, name)) as file:
+                    data = file.read_buffer()
+            except FileNotFoundError:
+                raise self._broken(serial, name, "is missing") from None
         if digest not in (None, hashlib.sha256(data).hexdigest()):
             raise self._broken(serial, name, f"has {data.size} bytes, which are not those that were written")
         return data
@@ -152,15 +153,9 @@ class VersionFolder:
         remedy = "let nothing but the run write there, and see that the storage has no fault"
         return WeightSyncError(problem, remedy, field=self._path(serial, name))
 
-    @contextlib.contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            remedy = "make room, or give the environment access; then: rayrft resume RUN"
-            raise storage_error(error, Path(self._root), remedy, what) from None
+    def _errors(self, what: str) -> contextlib.AbstractContextManager[None]:
+        remedy = "make room, or give the environment access; then: rayrft resume RUN"
+        return storage_errors(Path(self._root), remedy, what)
 
 
 class Versions:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.leases import BlockRows, Lease
-from rayrft.buffer.ledger import Ledger, ResumedState
+from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.schedule import Ticket
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
@@ -148,8 +147,8 @@ class LocalBuffer:
 
     def resume(self, step: int, life: str) -> Ledger:
         """What a resumed run is told, except how the log was repaired for it."""
-        resumed: ResumedState = self.run(self.buffer.resume(step, life))
-        return resumed.ledger
+        ledger, _ = self.run(self.buffer.resume(step, life))
+        return ledger
 
     def held(self) -> list[tuple[str, float | None]]:
         """Id and reward of every held row."""
@@ -167,8 +166,9 @@ class LocalBuffer:
     def standing(self) -> dict[str, Any]:
         """Everything that a restart must not change."""
         leases = {step: self.lease(step) for step in sorted(self.buffer.state.training.leases)}
-        stats = replace(self.do("stats"), sizes=None)  # of this process, and of its files
-        return {"stats": stats, "rows": self.held(), "leases": leases}
+        state = self.buffer.state
+        counts = [state.contents.late_feedback_count, *(tasks.position for tasks in state.tasks.values())]
+        return {"stats": self.do("stats"), "counts": counts, "rows": self.held(), "leases": leases}
 
 
 def _rows(part: BlockRows) -> list[tuple[str, float | None, float]]:

@@ -98,7 +98,11 @@ def test_the_ledger_is_the_live_ones_and_stores_are_counted(buffer: LocalBuffer)
     assert (stats.ledger, stats.expert) == (live.ledger, live.expert)
     usual = stats.stores["usual"]
     assert usual == usual | {"rows": 12, "groups": 6, "trained": 4, "leased": 4, "ready": 2, "dropped": 2}
-    assert usual["bytes"] == live.sizes.log_bytes == sum(path.stat().st_size for path in segments(buffer.folder))
+    assert (
+        usual["bytes"]
+        == buffer.buffer.state.contents.log_bytes
+        == sum(path.stat().st_size for path in segments(buffer.folder))
+    )
     assert stats.stores["expert/gold"]["rows"] == 5
     assert (stats.late_feedback, stats.torn_bytes, stats.run) == (1, 0, "run")
 
@@ -139,7 +143,7 @@ def test_a_run_with_tasks_is_read_without_them_even_behind_their_end(opened: Cal
             assert buffer.do("admit", "test", 3, 1) == []
         buffer.do("close_stage")
     live, stats = buffer.do("stats"), archive(buffer.folder).stats()
-    assert live.ledger.sampled == 10 and live.tasks_drawn == 5
+    assert live.ledger.sampled == 10 and buffer.buffer.state.tasks[""].position == 5
     assert (stats.ledger, stats.expert) == (live.ledger, live.expert)
 
 

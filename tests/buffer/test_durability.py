@@ -120,7 +120,7 @@ class TestFullDisk:
         assert not buffer.do("waiting").waits
         put(buffer, 3)
         buffer.restart()
-        assert held(buffer) == [1, 2, 3] and buffer.do("stats").sizes.torn_bytes == 0
+        assert held(buffer) == [1, 2, 3] and buffer.buffer.store.torn_bytes == 0
 
     def test_nothing_is_said_to_be_done_already_that_the_journal_does_not_hold(self, buffer: LocalBuffer) -> None:
         put(buffer, 1, 2)
@@ -232,7 +232,7 @@ class TestPower:
             if number % 3:
                 self.rows_lost(buffer)
                 buffer.open()
-                assert held(buffer) == list(range(number)) and buffer.do("stats").sizes.torn_bytes > 0
+                assert held(buffer) == list(range(number)) and buffer.buffer.store.torn_bytes > 0
                 put(buffer, number)
         assert held(buffer) == list(range(8))
 

@@ -18,7 +18,7 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.groups import GroupTable
 from rayrft.buffer.samplers import Candidates, draw, draw_oldest, eligible, samplers
 from rayrft.buffer.schedule import Draw
-from rayrft.buffer.scores import check_scores, scores
+from rayrft.buffer.scores import check_scores, score_groups, scores
 from rayrft.buffer.shared import SharedBuffer
 from rayrft.config.buffer import SamplerConfig
 from rayrft.errors import ConfigError, DataError
@@ -229,7 +229,7 @@ def row(reward: float | None = None, priority: float | None = None) -> Experienc
 
 def score(name: str, *groups: list[Experience]) -> list[float]:
     starts = np.cumsum([0, *(len(group) for group in groups[:-1])])
-    values = scores.get(name)(to_batch([each for group in groups for each in group]), starts)
+    values = score_groups(name, to_batch([each for group in groups for each in group]), starts)
     assert values.dtype == np.float64
     return values.tolist()
 

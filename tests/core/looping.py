@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
-from rayrft.buffer.ledger import Ledger, ResumedState
+from rayrft.buffer.ledger import Ledger
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.train_loop import TrainLoop
 from rayrft.monitor.recorder import Recorder
@@ -49,7 +49,7 @@ class Subject:
         Checkpoints(config.folder, config.checkpoint).mark_beginning(progress)
         self.trainer, self.explorer = ScriptedTrainer(), EvaluatesForEver()
         self.buffer = AsyncMock()
-        self.buffer.resume.return_value = ResumedState(Ledger(), 0)
+        self.buffer.resume.return_value = Ledger(), 0
         self.buffer.flush.return_value = self.buffer.lease.return_value = None
         buffer, trainer, explorers = remote(self.buffer), remote(self.trainer), [remote(self.explorer)]
         self.loop = TrainLoop(config, buffer, trainer, explorers, Recorder(config), progress, self.stop, restarts())

@@ -44,12 +44,11 @@ def _policy(folder: str, spreads: bool = False) -> Policy:
 
 
 def _sent(folder: str, spreads: bool) -> list[tuple[int, int, dict[str, Tensor]]]:
-    rank, policy = object.__new__(Rank), _policy(folder, spreads)
-    rank.learner = SimpleNamespace(policy=policy)  # type: ignore[assignment]
+    policy = _policy(folder, spreads)
     metas = [TensorMeta.of(name, tensor, torch.bfloat16) for name, tensor in named_weights(policy)]
     parcel = Parcel(metas, 1 << 14)
     with Gathered() as gathered:
-        tensors = {meta.name: tensor for meta, tensor in zip(metas, rank._gathered(parcel), strict=True)}
+        tensors = {name: gather(tensor, torch.bfloat16) for name, tensor in named_weights(policy)}
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, (gathered.nbytes, parcel.nbytes, tensors))
     return held

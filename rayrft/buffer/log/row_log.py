@@ -19,7 +19,7 @@ import pyarrow as pa
 from rayrft.buffer.events import Extent, StoredRows
 from rayrft.buffer.log.segments import read_log_rows, segment_name, segment_sizes, with_schema
 from rayrft.buffer.log.storage import Appender, Storage
-from rayrft.buffer.scores import scores
+from rayrft.buffer.scores import score_groups, scores
 from rayrft.buffer.validation import Fault, Limits, find_faults, group_starts, is_masked, lengths_of, stored_rows
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import DataError, StorageError
@@ -87,7 +87,9 @@ class RowLog:
     def __init__(self, storage: Storage, config: BufferConfig, committed: list[Extent]) -> None:
         self._storage = storage
         self._config = config
-        self._score = scores.get(config.sampler.score, "buffer.sampler.score") if config.needs_scores else None
+        self._score = config.sampler.score if config.needs_scores else ""
+        if self._score:
+            scores.get(self._score, "buffer.sampler.score")  # raises for an unknown one
         self._segments = {extent.segment: _Segment(extent) for extent in committed}
         self._newest = max(self._segments, default=-1)
         self._file: Appender | None = None
@@ -219,7 +221,7 @@ class RowLog:
         """Write a message of groups that were validated before; ``batch`` has its rows, if they are unpacked."""
         batch = unpack(message) if batch is None else batch
         starts = group_starts(batch)
-        score = np.ones(len(starts)) if self._score is None else self._score(batch, starts)
+        score = score_groups(self._score, batch, starts) if self._score else np.ones(len(starts))
         if self._file is None:
             self._file = self._storage.open(segment_name(self._newest + 1))
             self._newest += 1

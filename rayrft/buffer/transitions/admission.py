@@ -9,13 +9,11 @@ import numpy as np
 
 from rayrft.buffer.events import Event, ModelTerms
 from rayrft.buffer.groups import GroupStatus
-from rayrft.buffer.schedule import StagePlan, Ticket, make_schedule
+from rayrft.buffer.schedule import ANY_AGE, StagePlan, Ticket, make_schedule
 from rayrft.buffer.state import Feed, Outstanding, ParkedTicket, State
 from rayrft.buffer.transitions.leases import drop_stale
 from rayrft.errors import StorageError
 from rayrft.experience import Task
-
-_NEVER_DUE = 1 << 62
 
 
 class StageOpened(Event):
@@ -123,7 +121,7 @@ class TicketsIssued(Event):
         if self.feed:
             first, schedule.next_sequence = schedule.next_sequence, schedule.next_sequence + len(tasks)
             version = state.training.version
-            fresh = [Ticket(first + index, version, _NEVER_DUE, feed=self.feed) for index in range(len(tasks))]
+            fresh = [Ticket(first + index, version, ANY_AGE, feed=self.feed) for index in range(len(tasks))]
         else:
             fresh = schedule.admit(len(tasks))
         tickets += [replace(ticket, task=task) for ticket, task in zip(fresh, tasks, strict=True)]
