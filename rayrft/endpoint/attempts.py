@@ -9,7 +9,6 @@ import contextlib
 import math
 import os
 import secrets
-import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
-from weakref import finalize
 
 import uvicorn
 
@@ -218,23 +216,25 @@ class Server(uvicorn.Server):
         )
         self.apps: dict[str, Callable[..., Any]] = {}
         """The applications by the first part of their paths."""
-        self._for_sandboxes, self.socket = for_sandboxes, ""
-
-    async def start(self) -> Server:
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        sockets = [listening]
-        if self._for_sandboxes:
-            self.socket, folder = _socket_file(sockets)
-            self._remove = finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        sockets, self.socket = [socket.create_server(("127.0.0.1", 0))], ""
+        self.url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
+        self._folders = contextlib.ExitStack()
+        if for_sandboxes:
+            # Not below /tmp or /dev/shm, in whose place a sandbox has folders of its own.
+            folder = tempfile.TemporaryDirectory(prefix="rayrft-endpoint-", dir="/var/tmp", ignore_cleanup_errors=True)
+            path = Path(self._folders.enter_context(folder), "socket")
+            self.socket = str(path)
+            sockets.append(socket.socket(socket.AF_UNIX))
+            sockets[1].bind(self.socket)
+            # The user of a sandbox can open it; requests need a key.
+            path.parent.chmod(0o755)
+            path.chmod(0o666)
         self._serving = asyncio.create_task(self.serve(sockets=sockets))
-        return self
 
     async def close(self) -> None:
         self.should_exit = True
         await self._serving
-        if self._for_sandboxes:
-            self._remove()
+        self._folders.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -249,14 +249,3 @@ class Server(uvicorn.Server):
         else:
             await send({"type": "http.response.start", "status": 404, "headers": []})
             await send({"type": "http.response.body"})
-
-
-def _socket_file(sockets: list[socket.socket]) -> tuple[str, Path]:
-    """Add a socket with a file, in a new folder, which the user of a sandbox can open; requests need a key."""
-    # Not below /tmp or /dev/shm, in whose place a sandbox has folders of its own.
-    folder = Path(tempfile.mkdtemp(prefix="rayrft-endpoint-", dir="/var/tmp"))
-    sockets.append(socket.socket(socket.AF_UNIX))
-    sockets[-1].bind(path := str(folder / "socket"))
-    folder.chmod(0o755)
-    Path(path).chmod(0o666)
-    return path, folder

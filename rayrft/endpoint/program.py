@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -124,12 +125,8 @@ class _Box:
         values = {"question": task.question, "api_key": access.key, "base_url": variables["OPENAI_BASE_URL"]}
 
         def filled(text: str) -> str:
-            # Each name once, so that a question which holds one is left as it is.
-            parts = text.split("{")
-            for number, part in enumerate(parts[1:], 1):
-                name, closed, rest = part.partition("}")
-                parts[number] = values[name] + rest if closed and name in values else "{" + part
-            return "".join(parts)
+            # In one pass, so that a question which holds a name is left as it is.
+            return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
 
         orders = {
             "command": [filled(word) for word in self.command],
