@@ -192,12 +192,10 @@ def _read_function(name: str, field: str) -> Any:
 
     module, _, attribute = name.rpartition(":")
     known = [each for each in dir(ray.data) if each.startswith(("read_", "from_")) or each == "range"]
-    if not module:
-        if attribute not in known:
-            raise DataError("ray.data has no such function", nearest(attribute, known), field=field, value=name)
-        return getattr(ray.data, attribute)
+    if not module and attribute not in known:
+        raise DataError("ray.data has no such function", nearest(attribute, known), field=field, value=name)
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return getattr(importlib.import_module(module or "ray.data"), attribute)
     except (ImportError, AttributeError) as error:
         remedy = "give package.module:function that can be imported, or a function of ray.data"
         raise DataError(f"cannot be imported: {error}", remedy, field=field, value=name) from None

@@ -201,20 +201,16 @@ class RowIndex:
             data = storage.read(file)
         except FileNotFoundError:
             raise StorageError("the file is gone", "reload the page", field=str(storage.folder / file)) from None
-        found, before = list[pa.RecordBatch](), 0
+        found, rows = list[pa.RecordBatch](), 0
         try:
             with pa.ipc.open_stream(data[: extent[2]] if extent else data) as stream:
-                for batch in stream:
-                    start = max(first - before, 0)
-                    if start < batch.num_rows:
-                        found.append(batch.slice(start, first + count - before - start))
-                    before += batch.num_rows
-                    if before >= first + count:
-                        break
-        except pa.ArrowInvalid:
+                while rows < first + count:
+                    found.append(stream.read_next_batch())
+                    rows += found[-1].num_rows
+        except (pa.ArrowInvalid, StopIteration):
             remedy = "restore it from a backup"
             raise StorageError("the file is damaged", remedy, field=str(storage.folder / file)) from None
-        return pa.concat_batches(found)
+        return pa.Table.from_batches(found).slice(first, count).combine_chunks().to_batches()[0]
 
     def read_answers(self, file: str, group_id: str) -> list[Experience]:
         """Return the answers of a group that the Buffer did not store, without tokens."""

@@ -17,7 +17,7 @@ from rayrft.explorer.tools.call_formats import MalformedCall, ToolCall
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.registry import loaded_plugins
 from rayrft.runtime.processes.pool import ProcessPool
-from rayrft.runtime.processes.worker import Worker
+from rayrft.runtime.processes.worker import Worker, call_here
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,9 @@ class Toolbox:
         if name in self._methods:
             return await session.call_object(name, arguments)
         if name in self._async:
-            return await self._await(name, arguments)
+            tool, function = self.tools[name], self._async[name]
+            result = await call_here(name, lambda: function(**tool.check(arguments)), limits.timeout_s)
+            return shortened(result, limits.characters)
         async with self._pool.lease() as worker:
             return await self.call_in(worker, name, arguments)
 
@@ -134,16 +136,6 @@ class Toolbox:
         if tool.name in self.tools:
             raise ConfigError("two tools of one name", "rename one of them", field=TOOLS, value=tool.name)
         self.tools[tool.name] = tool
-
-    async def _await(self, name: str, arguments: dict[str, Any]) -> str:
-        try:
-            async with asyncio.timeout(self.limits.timeout_s) as deadline:
-                result = await self._async[name](**self.tools[name].check(arguments))
-            return shortened(result, self.limits.characters)
-        except (Exception, SystemExit) as error:  # a user's function may raise anything: only the call fails
-            if deadline.expired():
-                raise _late(self.limits) from None
-            raise ToolFailed("failed", f"{type(error).__name__}: {error}") from None
 
 
 class ToolSession:
@@ -187,14 +179,10 @@ class ToolSession:
         try:
             return ToolResult(await self._toolbox.call(call.name, call.arguments, self))
         except CallTimeout:
-            failure = _late(limits)
+            failure = ToolFailed("timeout", f"not done within {limits.timeout_s:g} s")
         except CallFailed as error:
             failure = ToolFailed("failed", error.problem + (f" ({error.value})" if error.value else ""))
         except ToolFailed as error:
             failure = error
         self._toolbox.warn(call.name, failure)
         return ToolResult(shortened(f"Error: {failure}", limits.characters), failure.kind)
-
-
-def _late(limits: ToolLimits) -> ToolFailed:
-    return ToolFailed("timeout", f"not done within {limits.timeout_s:g} s")
