@@ -79,18 +79,17 @@ class RowEncoder:
             raise DataError(row)
         read = read_conversations(row, self.form)
         self.layouts[read.layout] += 1
-        pictures = [*as_list(value_at(row, self.form.images)), *read.pictures]
-        images = image_paths(pictures, self.base, self.form.images_folder)
-        sides, experiences = read.sides, []
+        sides, experiences, column = read.sides, [], as_list(value_at(row, self.form.images))
+        pictures = [image_paths([*column, *side.pictures], self.base, self.form.images_folder) for side in sides]
         if self.labelled and len(sides) == 1 and sides[0].chosen is None:
             if not isinstance(label := value_at(row, self.form.label), bool):
                 raise DataError(f"needs true or false in {self.form.label!r}")
             sides = [replace(sides[0], chosen=label)]
-        encoded = [self._encode_side(side, images, read.tools) for side in sides]
+        encoded = [self._encode_side(side, images, read.tools) for side, images in zip(sides, pictures, strict=True)]
         if read.paired and sides[0].texts is not None:  # a token at the end of the prompt may differ in one of them
             first = min(mask.index(1) for _, mask in encoded)
             encoded = [(ids, [0] * first + [1] * (len(ids) - first)) for ids, _ in encoded]
-        for number, (side, (ids, mask)) in enumerate(zip(sides, encoded, strict=True), start=1):
+        for number, (side, images, (ids, mask)) in enumerate(zip(sides, pictures, encoded, strict=True), start=1):
             questions = [message["content"] for message in side.messages if message["role"] == "user"]
             if any(dedup_key(question, images) in self.held_out for question in questions):
                 return "held-out question"
