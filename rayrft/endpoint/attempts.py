@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 import uvicorn
+from fastapi import Response
 
 from rayrft.config.explorer import SamplingConfig
 from rayrft.config.serve import ServeConfig
@@ -243,9 +244,5 @@ class Server(uvicorn.Server):
 
     async def _dispatch(self, scope: Any, receive: Any, send: Any) -> None:
         _, name, *rest = scope["path"].split("/", 2)
-        if name in self.apps:
-            path = "/" + "".join(rest)
-            await self.apps[name]({**scope, "path": path, "raw_path": path.encode()}, receive, send)
-        else:
-            await send({"type": "http.response.start", "status": 404, "headers": []})
-            await send({"type": "http.response.body"})
+        path, app = "/" + "".join(rest), self.apps.get(name) or Response(status_code=404)
+        await app({**scope, "path": path, "raw_path": path.encode()}, receive, send)
