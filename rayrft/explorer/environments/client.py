@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -103,7 +104,8 @@ class Environments:
         self.config = config
         self._create = base.environment_factory(config)
         self._pool: ProcessPool | None = None
-        if not base.runs_in_event_loop(self._create):
+        coroutine = inspect.iscoroutinefunction(getattr(self._create.func, "step", None))
+        if not coroutine or getattr(self._create.func, "blocking", False):
             prepare = getattr(self._create.func, "prepare", None)
             self._pool = ProcessPool(
                 self._create,

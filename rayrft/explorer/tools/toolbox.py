@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from rayrft.errors import CallFailed, CallTimeout, ConfigError
-from rayrft.explorer.tools.base import TOOLS, Tool, ToolFailed, ToolHost, find_tool, function_tool, methods, shortened
+from rayrft.explorer.tools.base import TOOLS, Tool, ToolHost, find_tool, function_tool, methods, shortened
 from rayrft.explorer.tools.call_formats import MalformedCall, ToolCall
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.registry import loaded_plugins
@@ -86,7 +86,7 @@ class Toolbox:
         )
 
     async def call(self, name: str, arguments: dict[str, Any], session: ToolSession) -> str:
-        """Call a tool with arguments that fit; return its result as text. Raises ToolFailed, and CallFailed."""
+        """Call a tool with arguments that fit; return its result as text. Raises CallFailed."""
         limits = self.limits
         if name in self._servers:
             return shortened(await self._servers[name].call(name, arguments, limits.timeout_s), limits.characters)
@@ -104,7 +104,7 @@ class Toolbox:
         limits = self.limits
         return await worker.call("call", name, arguments, limits.characters, deadline_s=limits.timeout_s)
 
-    def warn(self, name: str, failure: ToolFailed) -> None:
+    def warn(self, name: str, failure: str) -> None:
         """Log the first failure of every tool: it may be the tool's own fault, of which the model alone would know."""
         if name not in self._failed:
             log.warning("tool %r: %s (later failures are in the rows' metrics)", name, failure)
@@ -178,11 +178,8 @@ class ToolSession:
             return ToolResult(f"Error: not called, as an answer may call at most {limits.calls} tools", "failed")
         try:
             return ToolResult(await self._toolbox.call(call.name, call.arguments, self))
-        except CallTimeout:
-            failure = ToolFailed("timeout", f"not done within {limits.timeout_s:g} s")
         except CallFailed as error:
-            failure = ToolFailed("failed", error.problem + (f" ({error.value})" if error.value else ""))
-        except ToolFailed as error:
-            failure = error
-        self._toolbox.warn(call.name, failure)
-        return ToolResult(shortened(f"Error: {failure}", limits.characters), failure.kind)
+            failure = error.problem + (f" ({error.value})" if error.value else "")
+            self._toolbox.warn(call.name, failure)
+            kind = "timeout" if isinstance(error, CallTimeout) else "failed"
+            return ToolResult(shortened(f"Error: {failure}", limits.characters), kind)
