@@ -91,11 +91,9 @@ class Program(Applications):
         path = ":".join([*(f"{os.path.realpath(folder)}/bin" for folder in folders), ENVIRONMENT["PATH"]])
         given = {"PATH": path, **(environment or {})}
         sandbox = Sandbox(isolation, folders=folders, lenient=True)
-        for field, words in {"command": command, "check": check or ()}.items():
-            of_task = "/" in "".join(words[:1]) and PurePosixPath(PROGRAM_FOLDER, words[0]).is_relative_to(
-                PROGRAM_FOLDER
-            )
-            if words and not of_task:
+        for field, words in ("command", command), ("check", check or ()):
+            place = PurePosixPath(PROGRAM_FOLDER, *words[:1])
+            if words and not ("/" in words[0] and place.is_relative_to(PROGRAM_FOLDER)):  # a file of the task
                 _check_program(words[0], given["PATH"], sandbox, field)
         box = partial(_Box, command, stdin, given, answer, check, status, folders, isolation, limits)
         super().__init__(pool(box, processes), tool_calls, history)

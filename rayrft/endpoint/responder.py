@@ -120,13 +120,13 @@ class Responder:
         ask = CheckedRequest(body, response, begun, conversation, turns, [], sampling, trained, None, first, images)
 
         async def checked() -> CheckedRequest:
-            tools = isinstance(body, ChatRequest) and body.shown_tools
-            must_call = isinstance(body, ChatRequest) and body.must_call
-            # A template without tools shows earlier calls as the model writes them, too.
-            called = isinstance(body, ChatRequest) and any(each.tool_calls for each in body.messages)
-            bare = called and not self._tokenizer.template.takes_tools
-            known = await self._call_format() if tools or bare else HermesCalls()
-            form = JsonCalls() if must_call else known if tools else None
+            known: CallFormat = HermesCalls()
+            form: CallFormat | None = None
+            if isinstance(body, ChatRequest):
+                # A template without tools shows earlier calls as the model writes them, too.
+                bare = not self._tokenizer.template.takes_tools and any(each.tool_calls for each in body.messages)
+                known = await self._call_format() if body.shown_tools or bare else known
+                form = JsonCalls() if body.must_call else known if body.shown_tools else None
             size = self.settings.max_length
             if images:
                 await self._check_images()

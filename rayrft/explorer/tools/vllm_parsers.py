@@ -105,21 +105,17 @@ class HostedParser:
         names = sorted(ToolParserManager.list_registered())
         if name is not None and name not in names:
             raise LookupError(nearest(name, ["auto", "hermes", "json", *names]))
-        self._name = name or next((each for each in names if self._reads(each, probe)), "")
-        if not self._name:
+        self.name = name or next((each for each in names if self._reads(each, probe)), "")
+        if not self.name:
             raise LookupError("none of vLLM's parsers reads the calls that the chat template shows")
 
     def max_batch(self) -> int:
         """Return how many calls may be made at a time."""
         return 64
 
-    def name(self) -> str:
-        """Return the parser's name."""
-        return self._name
-
     def read(self, readings: list[_Reading]) -> list[list[tuple[str, str]]]:
         """Return the names and arguments (JSON) of the calls in each answer."""
-        return [self._read(self._name, *reading) for reading in readings]
+        return [self._read(self.name, *reading) for reading in readings]
 
     def _read(self, name: str, answer: str, tools: Tools) -> list[tuple[str, str]]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
