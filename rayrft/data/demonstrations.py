@@ -17,8 +17,7 @@ import pyarrow as pa
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
 from rayrft.config.seeds import generator
-from rayrft.data.chat_template import Tools
-from rayrft.data.conversations import Side, displayed, read_conversations
+from rayrft.data.conversations import displayed, read_conversations
 from rayrft.data.formats import ParsedRow, SkippedRows, answer_text, as_list, broken_rows, finite, rows_of, value_at
 from rayrft.data.images import image_paths
 from rayrft.data.row_sources import open_source
@@ -85,7 +84,11 @@ class RowEncoder:
             if not isinstance(label := value_at(row, self.form.label), bool):
                 raise DataError(f"needs true or false in {self.form.label!r}")
             sides = [replace(sides[0], chosen=label)]
-        encoded = [self._encode_side(side, images, read.tools) for side, images in zip(sides, pictures, strict=True)]
+        as_chat = self.tokenizer.whole if self.whole else self.tokenizer.chat
+        encoded = [
+            as_chat(side.messages, images, read.tools) if side.texts is None else self.tokenizer.texts(*side.texts)
+            for side, images in zip(sides, pictures, strict=True)
+        ]
         if read.paired and sides[0].texts is not None:  # a token at the end of the prompt may differ in one of them
             first = min(mask.index(1) for _, mask in encoded)
             encoded = [(ids, [0] * first + [1] * (len(ids) - first)) for ids, _ in encoded]
@@ -107,11 +110,6 @@ class RowEncoder:
                 made = replace(made, experience_id=f"{group}/step-{number}")
             experiences.append(made)
         return experiences
-
-    def _encode_side(self, side: Side, images: tuple[str, ...], tools: Tools) -> tuple[list[int], list[int]]:
-        if side.texts is not None:
-            return self.tokenizer.texts(*side.texts)
-        return (self.tokenizer.whole if self.whole else self.tokenizer.chat)(side.messages, images, tools)
 
 
 def expert_row(

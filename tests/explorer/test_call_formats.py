@@ -283,7 +283,7 @@ class FaultyParser(HostedParser):
     """A parser that raises, hangs and dies, as the answer says."""
 
     def __init__(self, *_: object) -> None:
-        self._name = "faulty"
+        self.name = "faulty"
 
     def _read(self, name: str, answer: str, tools: Tools) -> list[tuple[str, str]]:
         if answer == "raise":
