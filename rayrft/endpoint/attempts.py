@@ -104,10 +104,9 @@ class ApplicationAttempt:
 
     def trajectories(self) -> list[Trajectory]:
         """Return the rows with sampled tokens."""
-        rows = [row for row in self._recorded.rows if row.answers]
-        return [
-            self._model.recorded(row.token_ids, row.prompt_length, row.answers, row.turns, row.images) for row in rows
-        ]
+        rows = (row for row in self._recorded.rows if row.answers)
+        recorded = self._model.recorded
+        return [recorded(row.token_ids, row.prompt_length, row.answers, row.turns, row.images) for row in rows]
 
     # The engines and the session store of the endpoint.
 
@@ -212,9 +211,8 @@ class Server(uvicorn.Server):
     also a socket file."""
 
     def __init__(self, *, for_sandboxes: bool = False) -> None:
-        super().__init__(
-            uvicorn.Config(self._dispatch, interface="asgi3", log_level="warning", lifespan="off", ws="none")
-        )
+        config = uvicorn.Config(self._dispatch, interface="asgi3", log_level="warning", lifespan="off", ws="none")
+        super().__init__(config)
         self.apps: dict[str, Callable[..., Any]] = {}
         """The applications by the first part of their paths."""
         sockets, self.socket = [socket.create_server(("127.0.0.1", 0))], ""

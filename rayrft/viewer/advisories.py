@@ -72,9 +72,8 @@ class Evidence:
 
     def lost(self, *reasons: str) -> float:
         """Return the share of the attempts of the last window that were dropped for these reasons."""
-        lost = np.nansum(
-            [self.columns.get(f"lost: {reason}", np.zeros(1))[-self._window :].sum() for reason in reasons]
-        )
+        columns = (self.columns.get(f"lost: {reason}", np.zeros(1)) for reason in reasons)
+        lost = np.nansum([column[-self._window :].sum() for column in columns])
         trained = np.nansum(self.columns["usual_rows"][-self._window :])
         return float(lost / max(lost + trained, 1.0))
 
@@ -255,9 +254,8 @@ def _conflict(run: Evidence) -> tuple[str, str, str, str] | None:
     for at, one in enumerate(parts):
         for other in parts[at + 1 :]:
             first, second = f"components['{one}']", f"components['{other}']"
-            found, spread, wide = run.ask(
-                f"corr({first}, {second}), stddev_pop({first}), stddev_pop({second})", run.recent
-            )
+            what = f"corr({first}, {second}), stddev_pop({first}), stddev_pop({second})"
+            found, spread, wide = run.ask(what, run.recent)
             if min(spread, wide) > 0.05 and found < worst:
                 worst, pair = float(found), (one, other)
     if not run.is_flat or not worst < -0.5:

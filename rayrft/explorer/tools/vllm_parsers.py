@@ -141,9 +141,8 @@ class VllmCalls(CallFormat):
     """The format that one of vLLM's tool parsers reads."""
 
     def __init__(self, tokenizer: ChatTokenizer, name: str | None, probe: Probe | None, field: str) -> None:
-        pool = ProcessPool(
-            partial(HostedParser, tokenizer.path, name, probe), processes=2, spares=0, start_s=_START_S, inherit=True
-        )
+        hosted = partial(HostedParser, tokenizer.path, name, probe)
+        pool = ProcessPool(hosted, processes=2, spares=0, start_s=_START_S, inherit=True)
         self.name, self.begins = name or "auto", probe.begins if probe is not None else ""
         self._tokenizer = tokenizer
         if probe is not None and not tokenizer.template.takes_tools:
