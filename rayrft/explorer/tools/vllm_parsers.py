@@ -24,6 +24,7 @@ from rayrft.explorer.tools.call_formats import (
     call_formats,
     calls_of,
     probe_template,
+    shown_call,
 )
 from rayrft.runtime.processes.calls import CallQueue
 from rayrft.runtime.processes.pool import ProcessPool
@@ -180,7 +181,7 @@ class VllmCalls(CallFormat):
     def written(self, call: str) -> str:
         function = json.loads(call)
         for arguments in (function["arguments"], json.dumps(function["arguments"])):  # some templates take a text
-            shown = {"id": "callabc01", "type": "function", "function": {**function, "arguments": arguments}}
+            shown = shown_call("callabc01", function["name"], arguments)
             if text := self._tokenizer.template.shown_calls([shown], (), self._tokenizer.ends):
                 return text
         return call

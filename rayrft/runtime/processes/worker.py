@@ -231,7 +231,7 @@ async def call_here(method: str, call: Callable[[], Awaitable[R]], deadline_s: f
 
 
 def failed_call(method: str, error: BaseException) -> CallFailed:
-    """Return what was raised in a call as its failure, with the traceback."""
+    """Return the failure of a call that raised an error, with the traceback."""
     failure = CallFailed(f"{type(error).__name__}: {error}", field=method)
     failure.add_note("".join(traceback.format_exception(error)))
     return failure
