@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -117,16 +117,12 @@ class TaskView:
         return np.argsort(self.difficulties, kind="stable")
 
 
-class TaskSampler(Protocol):
-    """A function that returns the task of a source's draw number ``k = 0, 1, …``: a position in ``range(len(view))``.
+TaskSampler = Callable[[TaskView, int], int]
+"""Returns the task of a source's draw number ``k = 0, 1, …``: a position in ``range(len(view))``.
 
-    The result must depend only on the arguments; random numbers come from
-    ``generator(view.seed, "my sampler", view.source, k)`` of `rayrft.config.seeds`.
-    """
-
-    def __call__(self, view: TaskView, k: int, /) -> int: ...
-
-
+The result must depend only on the arguments; random numbers come from
+``generator(view.seed, "my sampler", view.source, k)`` of `rayrft.config.seeds`.
+"""
 task_samplers: Registry[TaskSampler] = Registry("task sampler")
 
 

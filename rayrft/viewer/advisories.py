@@ -103,15 +103,12 @@ class Evidence:
         return float(self.ask("max(reward)", "source = 'usual'")[0])
 
     @cached_property
-    def is_solved(self) -> bool:
-        return self.late("reward") >= _SOLVED * self.highest > 0
-
-    @cached_property
     def is_flat(self) -> bool:
         """Whether the reward has not risen by more than chance, and could."""
         early, late = self.columns["reward"][: self._window], self.columns["reward"][-self._window :]
         chance = 2 * np.hypot(np.nanstd(early), np.nanstd(late)) / np.sqrt(self._window)
-        return bool(_mean(late) - _mean(early) <= chance + 0.01) and not self.is_solved
+        is_solved = self.late("reward") >= _SOLVED * self.highest > 0
+        return bool(_mean(late) - _mean(early) <= chance + 0.01) and not is_solved
 
 
 Check = Callable[[Evidence], tuple[str, str, str, str] | None]

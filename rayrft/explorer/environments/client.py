@@ -14,8 +14,7 @@ from typing import Any
 from rayrft.config.explorer import EnvironmentConfig
 from rayrft.errors import CallFailed, CallTimeout, ConfigError, EnvironmentFailed, EnvironmentTimeout, ProcessDied
 from rayrft.experience import Task
-from rayrft.explorer.environments import base
-from rayrft.explorer.environments.base import Environment, Observation, Pictured, Step
+from rayrft.explorer.environments.base import Environment, Observation, Pictured, Step, environment_factory
 from rayrft.runtime.processes.pool import ProcessPool
 from rayrft.runtime.processes.worker import Worker, call_here, failed_call
 from rayrft.runtime.waits import in_thread
@@ -102,7 +101,7 @@ class Environments:
     def __init__(self, config: EnvironmentConfig, plugins: Sequence[Path] = ()) -> None:
         """Raises ConfigError if such environments cannot be created."""
         self.config = config
-        self._create = base.environment_factory(config)
+        self._create = environment_factory(config)
         self._pool: ProcessPool | None = None
         coroutine = inspect.iscoroutinefunction(getattr(self._create.func, "step", None))
         if not coroutine or getattr(self._create.func, "blocking", False):
@@ -148,7 +147,7 @@ class Environments:
 def check_environment(config: EnvironmentConfig, plugins: Sequence[Path] = ()) -> None:
     """Create an environment as an attempt does, and close it, once its class's own ``check`` has passed. Raises
     ConfigError if it cannot be created."""
-    create = base.environment_factory(config)
+    create = environment_factory(config)
     if (check := getattr(create.func, "check", None)) is not None:
         check(**create.keywords)
 
