@@ -115,10 +115,8 @@ class _Hosts:
     async def _start(self) -> _Host:
         command, variables = host_command(self._python)
         pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "limit": _LINE_BYTES}
-        host = _Host(
-            await asyncio.create_subprocess_exec(*command, env=variables, start_new_session=True, **pipes)  # type: ignore[arg-type]
-        )
-        self._all.add(host)
+        process = await asyncio.create_subprocess_exec(*command, env=variables, start_new_session=True, **pipes)  # type: ignore[arg-type]
+        self._all.add(host := _Host(process))
         with contextlib.ExitStack() as undo:
             undo.callback(self._end, host)
             await host.ask({"environment": self._environment})

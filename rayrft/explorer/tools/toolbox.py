@@ -81,9 +81,8 @@ class Toolbox:
 
     async def close(self) -> None:
         """End all processes and servers."""
-        await asyncio.gather(
-            self._pool.close(), self.objects.close(), *(server.close() for server in {*self._servers.values()})
-        )
+        servers = (server.close() for server in {*self._servers.values()})
+        await asyncio.gather(self._pool.close(), self.objects.close(), *servers)
 
     async def call(self, name: str, arguments: dict[str, Any], session: ToolSession) -> str:
         """Call a tool with arguments that fit; return its result as text. Raises CallFailed."""
