@@ -146,12 +146,9 @@ def _chat_sides(values: dict[str, Any], names: dict[str, str]) -> list[Side]:
 
 
 def _side(messages: list[_Message], chosen: bool | None = None) -> Side:
-    return Side(messages, chosen=chosen, pictures=_take_pictures(messages))
-
-
-def _take_pictures(messages: list[_Message]) -> list[Any]:
-    """Return the images in messages, which lose them."""
-    return [picture for message in messages for picture in message.pop(_PICTURES, ())]
+    """Return the side of messages, out of which their images are taken."""
+    pictures = [picture for message in messages for picture in message.pop(_PICTURES, ())]
+    return Side(messages, chosen=chosen, pictures=pictures)
 
 
 def _joined(prompt: Any, answer: Any, prompt_name: str, answer_name: str) -> tuple[list[_Message], int]:
@@ -289,17 +286,17 @@ def message_text(value: Any, name: str) -> Any:
 
 def task_prompt(
     value: Any, name: str, key: str, system: Any = None
-) -> tuple[list[dict[str, str]], str | None, list[Any]]:
+) -> tuple[list[dict[str, str]], str | None, Sequence[Any]]:
     """Return the messages of a task's prompt, of which the last one is the user's, the answer of the assistant after
     it, if there is one, and the images in the messages. A row's ``system`` message comes first.
 
     Raises DataError, with the config ``key``, for another value than a text or messages.
     """
     try:
-        messages = _with_system(system, _messages(value, "user", name))
+        side = _side(_with_system(system, _messages(value, "user", name)))
     except DataError as error:
         raise DataError(error.problem, error.remedy, field=key) from None
-    pictures = _take_pictures(messages)
+    messages = side.messages
     answer = messages.pop()["content"] if len(messages) > 1 and messages[-1]["role"] == "assistant" else None
     roles = [message["role"] for message in messages]
     problem = f"the messages of {name!r} ({', '.join(roles)}) are not a prompt that ends with the user"
@@ -310,7 +307,7 @@ def task_prompt(
     if problem:
         remedy = "give texts of system, user and assistant alone; conversations with tools can be demonstrations"
         raise DataError(problem, remedy, field=key)
-    return [{"role": each["role"], "content": each["content"]} for each in messages], answer, pictures
+    return [{"role": each["role"], "content": each["content"]} for each in messages], answer, side.pictures
 
 
 def _with_system(system: Any, messages: list[_Message]) -> list[_Message]:

@@ -288,9 +288,8 @@ def _zero_variance(run: Evidence) -> tuple[str, str, str, str] | None:
         return None
     right = run.late("reward") > 0.5 * run.highest
     found = f"all answers to a task earn the same in {share:.0%} of the groups: they have no advantage to learn from"
-    remedy = (
-        "give harder tasks" if right else "give easier tasks or a reward in parts, or begin with a stage of SFT"
-    ) + "; the order near_half (tasks.sampler) draws tasks that are sometimes solved"
+    remedy = "give harder tasks" if right else "give easier tasks or a reward in parts, or begin with a stage of SFT"
+    remedy += "; the order near_half (tasks.sampler) draws tasks that are sometimes solved"
     return found, remedy, f"{run.recent} and group_deviation = 0", "reward"
 
 
