@@ -290,11 +290,10 @@ class ChatTemplate:
             if message is messages[-1] and not extended.startswith(prompt):
                 extended = prompt + self._continued(message["content"]) + ends[0]
             if not prompt.startswith(text) or not extended.startswith(prompt):
-                raise DataError(
-                    f"message {index + 1} does not continue what the chat template writes before it (some templates "
-                    "strip earlier reasoning), so no sequence of tokens holds all turns",
-                    "give one row per turn of the assistant, or a chat template with {% generation %} markers",
-                )
+                problem = f"message {index + 1} does not continue what the chat template writes before it (some "
+                problem += "templates strip earlier reasoning), so no sequence of tokens holds all turns"
+                remedy = "give one row per turn of the assistant, or a chat template with {% generation %} markers"
+                raise DataError(problem, remedy)
             text = extended[: _after_end(extended, len(prompt), len(extended), ends)]
             turns.append((len(prompt), len(text)))
         return text, turns

@@ -27,27 +27,29 @@ _ROLES = {
     **dict.fromkeys(("observation", "function_response", "tool_response", "function", "ipython"), "tool"),
 }
 """Roles of chat templates, and other names of them, such as those of ShareGPT."""
+_PICTURES = "pictures"
+"""The field of a message that has its images, until they are taken out of it."""
 
 
 @dataclass(frozen=True)
 class Side:
     """One sequence of a row: a conversation that ends with the assistant, or two ``texts``, a prompt and what follows
-    it, which are tokenised as they are; and its label, if it has one."""
+    it, which are tokenised as they are; its label, if it has one; and the images inside its messages, in order."""
 
     messages: list[_Message]
     texts: tuple[str, str] | None = None
     chosen: bool | None = None
+    pictures: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """What a row of demonstrations holds. ``pictures`` are images inside messages, in order."""
+    """What a row of demonstrations holds."""
 
     layout: str
     sides: list[Side]
     """One, the chosen and the rejected one of a pair, or one for each labelled step."""
     paired: bool
-    pictures: list[Any]
     tools: tuple[dict[str, Any], ...]
 
 
@@ -59,7 +61,7 @@ def read_conversations(row: Mapping[str, Any], form: RowFormat) -> Conversations
     """
     named = named_layouts(form)
     layout = recognise(row, named or DEMONSTRATIONS)
-    values, reader = layout.read(row), _Reader()
+    values = layout.read(row)
     texts = [values.get(name) for name in ("prompt", "response", "chosen", "rejected", "text")]
     as_chat = form.chat if form.chat is not None else bool(named)
     plain = layout.plain and not as_chat and all(each is None or isinstance(each, str) for each in texts)
@@ -69,12 +71,12 @@ def read_conversations(row: Mapping[str, Any], form: RowFormat) -> Conversations
     if plain and values.get("system"):
         raise DataError("texts without chat template have no system message", "set chat: true")
     names = {name: layout.column(row, name) for name in values}
-    sides = _plain_sides(values, names, as_chat) if as_texts else reader.sides(values, names)
+    sides = _plain_sides(values, names, as_chat) if as_texts else _chat_sides(values, names)
     paired = len(sides) == 2 and "chosen" in values
     if paired and (sides[0].messages, sides[0].texts) == (sides[1].messages, sides[1].texts):
         raise DataError(f"{names['chosen']!r} and {names['rejected']!r} are the same")
     tools = values.get("tools") if values.get("tools") is not None else value_at(row, form.tools)
-    return Conversations(layout.shown(row, plain), sides, paired, reader.pictures, tool_schemas(tools, form.tools))
+    return Conversations(layout.shown(row, plain), sides, paired, tool_schemas(tools, form.tools))
 
 
 def _plain_sides(values: dict[str, Any], names: dict[str, str], as_chat: bool) -> list[Side]:
@@ -124,105 +126,104 @@ def _filled(values: dict[str, Any], name: str, names: dict[str, str]) -> str:
     return as_text(values[name], names[name])
 
 
-class _Reader:
-    """Reads the messages of a row; collects the images in them."""
+def _chat_sides(values: dict[str, Any], names: dict[str, str]) -> list[Side]:
+    """Return the sides of messages."""
+    system = values.get("system") or None
+    if "messages" in values:
+        if isinstance(values["messages"], str):
+            raise DataError(f"{names['messages']!r} is a text, not a list of messages")
+        messages = _messages(values["messages"], "assistant", names["messages"])
+        return [_side(_checked(_with_system(system, messages), names["messages"]))]
+    prompt = values["prompt"]
+    if "response" in values:
+        joined, first = _joined(prompt, values["response"], names["prompt"], names["response"])
+        full = _with_system(system, joined)
+        return [_side(_as_context(full, first + len(full) - len(joined)))]
+    answers = [_joined(prompt, values[side], names["prompt"], names[side])[0] for side in ("chosen", "rejected")]
+    sides = [_with_system(system, answer) for answer in answers]
+    shared = common_length(*sides)
+    return [_side(_as_context(side, shared), chosen=not number) for number, side in enumerate(sides)]
 
-    def __init__(self) -> None:
-        self.pictures: list[Any] = []
 
-    def sides(self, values: dict[str, Any], names: dict[str, str]) -> list[Side]:
-        system = values.get("system") or None
-        if "messages" in values:
-            if isinstance(values["messages"], str):
-                raise DataError(f"{names['messages']!r} is a text, not a list of messages")
-            messages = self.messages(values["messages"], "assistant", names["messages"])
-            return [Side(_checked(_with_system(system, messages), names["messages"]))]
-        prompt = values["prompt"]
-        if "response" in values:
-            joined, first = self._joined(prompt, values["response"], names["prompt"], names["response"])
-            full = _with_system(system, joined)
-            return [Side(_as_context(full, first + len(full) - len(joined)))]
-        answers = [
-            self._joined(prompt, values[side], names["prompt"], names[side])[0] for side in ("chosen", "rejected")
-        ]
-        sides = [_with_system(system, answer) for answer in answers]
-        shared = common_length(*sides)
-        return [Side(_as_context(side, shared), chosen=not number) for number, side in enumerate(sides)]
+def _side(messages: list[_Message], chosen: bool | None = None) -> Side:
+    """Return the side of messages, out of which their images are taken."""
+    pictures = [picture for message in messages for picture in message.pop(_PICTURES, ())]
+    return Side(messages, chosen=chosen, pictures=pictures)
 
-    def _joined(self, prompt: Any, answer: Any, prompt_name: str, answer_name: str) -> tuple[list[_Message], int]:
-        """Join prompt and answer; also return how many messages are the prompt. An answer that does not begin with the
-        assistant contains its own prompt, of which all but the last turn of the assistant is context."""
-        pictures = list(self.pictures)
-        messages = self.messages(answer, "assistant", answer_name)
-        first = len(messages) - 1
-        if messages[0]["role"] == "assistant":
-            found, self.pictures = self.pictures[len(pictures) :], pictures
-            before = self.messages(prompt, "user", prompt_name)
-            self.pictures += found
-            messages, first = [*before, *messages], len(before)
-        return _checked(messages, answer_name), first
 
-    def messages(self, value: Any, role: str, name: str) -> list[_Message]:
-        """Parse a text of ``role``, a list of messages, or one message."""
-        if value is None or value in ("", []):
-            raise DataError(f"needs text or messages in {name!r}")
-        if isinstance(value, dict) and {"role", "from"} & value.keys():
-            value = [value]
-        if not isinstance(value, list):
-            return [{"role": role, "content": as_text(value, name)}]
-        return [self._message(message, f"{name}[{index}]") for index, message in enumerate(value)]
+def _joined(prompt: Any, answer: Any, prompt_name: str, answer_name: str) -> tuple[list[_Message], int]:
+    """Join prompt and answer; also return how many messages are the prompt. An answer that does not begin with the
+    assistant contains its own prompt, of which all but the last turn of the assistant is context."""
+    messages = _messages(answer, "assistant", answer_name)
+    first = len(messages) - 1
+    if messages[0]["role"] == "assistant":
+        before = _messages(prompt, "user", prompt_name)
+        messages, first = [*before, *messages], len(before)
+    return _checked(messages, answer_name), first
 
-    def _message(self, value: Any, path: str) -> _Message:
-        """Parse a message of OpenAI (``role`` and ``content``, which may be parts) or ShareGPT (``from`` and
-        ``value``)."""
-        if not isinstance(value, dict):
-            raise DataError(f"{path} is not a message with 'role' and 'content'")
-        # Arrow gives every message the fields of all messages, null where it has none.
-        message = _without_nulls(value)
-        if "from" in message and "value" in message:
-            message = {"role": message.pop("from"), "content": message.pop("value"), **message}
-        if (given := message.get("role")) in ("function_call", "tool_call"):
-            found = _json(message.pop("content", None), path, (list, dict))
-            message["tool_calls"] = found if isinstance(found, list) else [found]
-        calls, weight = message.pop("tool_calls", None), message.pop("weight", None)
-        if calls:
-            message["tool_calls"] = tool_calls(calls, f"{path}.tool_calls")
-            message.setdefault("content", "")
-        if not {"role", "content"} <= message.keys():
-            raise DataError(f"{path} needs 'role' and 'content'")
-        if (role := _ROLES.get(str(given))) is None:
-            raise DataError(f"{path} has the role {given!r}", "write system, user, assistant or tool")
-        message["role"] = role
-        message["content"] = self._text(message["content"], f"{path}.content")
-        for key, text in message.items():
-            if key != "tool_calls":
-                if not isinstance(text, str):
-                    raise DataError(f"{path}.{key} is not text")
-                as_text(text, f"{path}.{key}")
-        if weight is not None:
-            if weight not in (0, 1, "0", "1") or message["role"] != "assistant":
-                raise DataError(f"{path}.weight is {weight!r}, not 0 or 1 of an assistant's message")
-            message |= {} if int(weight) else {"weight": 0}
-        if message["role"] == "assistant" and not (message["content"] or calls):
-            raise DataError(f"{path}: the assistant says nothing")
-        return message
 
-    def _text(self, content: Any, path: str) -> Any:
-        """Return the text of a message's content, with `IMAGE_MARK` for an image."""
-        if not isinstance(content, list):
-            return content
-        texts = []
-        for index, part in enumerate(content):
-            kind, place = part.get("type") if isinstance(part, dict) else None, f"{path}[{index}]"
-            if kind in ("text", "input_text", "output_text"):
-                texts.append(as_text(part.get("text"), f"{place}.text"))
-            elif kind in ("image", "image_url", "input_image"):
-                texts.append(IMAGE_MARK)
-                if (picture := _picture(part, place)) is not None:
-                    self.pictures.append(picture)
-            else:
-                raise DataError(f"{place} is of type {kind!r}, not a text or an image")
-        return "".join(texts)
+def _messages(value: Any, role: str, name: str) -> list[_Message]:
+    """Parse a text of ``role``, a list of messages, or one message."""
+    if value is None or value in ("", []):
+        raise DataError(f"needs text or messages in {name!r}")
+    if isinstance(value, dict) and {"role", "from"} & value.keys():
+        value = [value]
+    if not isinstance(value, list):
+        return [{"role": role, "content": as_text(value, name)}]
+    return [_message(message, f"{name}[{index}]") for index, message in enumerate(value)]
+
+
+def _message(value: Any, path: str) -> _Message:
+    """Parse a message of OpenAI (``role`` and ``content``, which may be parts) or ShareGPT (``from`` and ``value``)."""
+    if not isinstance(value, dict):
+        raise DataError(f"{path} is not a message with 'role' and 'content'")
+    # Arrow gives every message the fields of all messages, null where it has none.
+    message = _without_nulls(value)
+    if "from" in message and "value" in message:
+        message = {"role": message.pop("from"), "content": message.pop("value"), **message}
+    if (given := message.get("role")) in ("function_call", "tool_call"):
+        found = _json(message.pop("content", None), path, (list, dict))
+        message["tool_calls"] = found if isinstance(found, list) else [found]
+    calls, weight = message.pop("tool_calls", None), message.pop("weight", None)
+    if calls:
+        message["tool_calls"] = tool_calls(calls, f"{path}.tool_calls")
+        message.setdefault("content", "")
+    if not {"role", "content"} <= message.keys():
+        raise DataError(f"{path} needs 'role' and 'content'")
+    if (role := _ROLES.get(str(given))) is None:
+        raise DataError(f"{path} has the role {given!r}", "write system, user, assistant or tool")
+    message["role"] = role
+    message["content"], pictures = _content(message["content"], f"{path}.content")
+    for key, text in message.items():
+        if key != "tool_calls":
+            if not isinstance(text, str):
+                raise DataError(f"{path}.{key} is not text")
+            as_text(text, f"{path}.{key}")
+    if weight is not None:
+        if weight not in (0, 1, "0", "1") or message["role"] != "assistant":
+            raise DataError(f"{path}.weight is {weight!r}, not 0 or 1 of an assistant's message")
+        message |= {} if int(weight) else {"weight": 0}
+    if message["role"] == "assistant" and not (message["content"] or calls):
+        raise DataError(f"{path}: the assistant says nothing")
+    return message | ({_PICTURES: pictures} if pictures else {})
+
+
+def _content(content: Any, path: str) -> tuple[Any, list[Any]]:
+    """Return the text of a message's content, with `IMAGE_MARK` for an image, and the images."""
+    if not isinstance(content, list):
+        return content, []
+    texts, pictures = list[str](), list[Any]()
+    for index, part in enumerate(content):
+        kind, place = part.get("type") if isinstance(part, dict) else None, f"{path}[{index}]"
+        if kind in ("text", "input_text", "output_text"):
+            texts.append(as_text(part.get("text"), f"{place}.text"))
+        elif kind in ("image", "image_url", "input_image"):
+            texts.append(IMAGE_MARK)
+            if (picture := _picture(part, place)) is not None:
+                pictures.append(picture)
+        else:
+            raise DataError(f"{place} is of type {kind!r}, not a text or an image")
+    return "".join(texts), pictures
 
 
 def _picture(part: dict[str, Any], place: str) -> Any:
@@ -279,23 +280,23 @@ def _without_nulls(value: Any) -> Any:
 def message_text(value: Any, name: str) -> Any:
     """Return the text of the last message, if a value is a list of messages, else the value."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return _Reader().messages(value, "assistant", name)[-1]["content"]
+        return _messages(value, "assistant", name)[-1]["content"]
     return value
 
 
 def task_prompt(
     value: Any, name: str, key: str, system: Any = None
-) -> tuple[list[dict[str, str]], str | None, list[Any]]:
+) -> tuple[list[dict[str, str]], str | None, Sequence[Any]]:
     """Return the messages of a task's prompt, of which the last one is the user's, the answer of the assistant after
     it, if there is one, and the images in the messages. A row's ``system`` message comes first.
 
     Raises DataError, with the config ``key``, for another value than a text or messages.
     """
-    reader = _Reader()
     try:
-        messages = _with_system(system, reader.messages(value, "user", name))
+        side = _side(_with_system(system, _messages(value, "user", name)))
     except DataError as error:
         raise DataError(error.problem, error.remedy, field=key) from None
+    messages = side.messages
     answer = messages.pop()["content"] if len(messages) > 1 and messages[-1]["role"] == "assistant" else None
     roles = [message["role"] for message in messages]
     problem = f"the messages of {name!r} ({', '.join(roles)}) are not a prompt that ends with the user"
@@ -306,7 +307,7 @@ def task_prompt(
     if problem:
         remedy = "give texts of system, user and assistant alone; conversations with tools can be demonstrations"
         raise DataError(problem, remedy, field=key)
-    return [{"role": each["role"], "content": each["content"]} for each in messages], answer, reader.pictures
+    return [{"role": each["role"], "content": each["content"]} for each in messages], answer, side.pictures
 
 
 def _with_system(system: Any, messages: list[_Message]) -> list[_Message]:

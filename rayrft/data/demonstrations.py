@@ -17,8 +17,7 @@ import pyarrow as pa
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
 from rayrft.config.seeds import generator
-from rayrft.data.chat_template import Tools
-from rayrft.data.conversations import Side, displayed, read_conversations
+from rayrft.data.conversations import displayed, read_conversations
 from rayrft.data.formats import ParsedRow, SkippedRows, answer_text, as_list, broken_rows, finite, rows_of, value_at
 from rayrft.data.images import image_paths
 from rayrft.data.row_sources import open_source
@@ -79,18 +78,21 @@ class RowEncoder:
             raise DataError(row)
         read = read_conversations(row, self.form)
         self.layouts[read.layout] += 1
-        pictures = [*as_list(value_at(row, self.form.images)), *read.pictures]
-        images = image_paths(pictures, self.base, self.form.images_folder)
-        sides, experiences = read.sides, []
+        sides, experiences, column = read.sides, [], as_list(value_at(row, self.form.images))
+        pictures = [image_paths([*column, *side.pictures], self.base, self.form.images_folder) for side in sides]
         if self.labelled and len(sides) == 1 and sides[0].chosen is None:
             if not isinstance(label := value_at(row, self.form.label), bool):
                 raise DataError(f"needs true or false in {self.form.label!r}")
             sides = [replace(sides[0], chosen=label)]
-        encoded = [self._encode_side(side, images, read.tools) for side in sides]
+        as_chat = self.tokenizer.whole if self.whole else self.tokenizer.chat
+        encoded = [
+            as_chat(side.messages, images, read.tools) if side.texts is None else self.tokenizer.texts(*side.texts)
+            for side, images in zip(sides, pictures, strict=True)
+        ]
         if read.paired and sides[0].texts is not None:  # a token at the end of the prompt may differ in one of them
             first = min(mask.index(1) for _, mask in encoded)
             encoded = [(ids, [0] * first + [1] * (len(ids) - first)) for ids, _ in encoded]
-        for number, (side, (ids, mask)) in enumerate(zip(sides, encoded, strict=True), start=1):
+        for number, (side, images, (ids, mask)) in enumerate(zip(sides, pictures, encoded, strict=True), start=1):
             questions = [message["content"] for message in side.messages if message["role"] == "user"]
             if any(dedup_key(question, images) in self.held_out for question in questions):
                 return "held-out question"
@@ -108,11 +110,6 @@ class RowEncoder:
                 made = replace(made, experience_id=f"{group}/step-{number}")
             experiences.append(made)
         return experiences
-
-    def _encode_side(self, side: Side, images: tuple[str, ...], tools: Tools) -> tuple[list[int], list[int]]:
-        if side.texts is not None:
-            return self.tokenizer.texts(*side.texts)
-        return (self.tokenizer.whole if self.whole else self.tokenizer.chat)(side.messages, images, tools)
 
 
 def expert_row(

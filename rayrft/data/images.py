@@ -61,13 +61,10 @@ class ImageReader:
         try:
             self.processor: Any = AutoProcessor.from_pretrained(model)
         except (OSError, ValueError, ImportError) as error:
-            raise ModelError(
-                f"its image processor cannot be loaded: {first_line(error)}",
-                "run cluster/setup.sh again (vision models need torchvision), and keep the model's "
-                "preprocessor_config.json beside it",
-                field="model",
-                value=model,
-            ) from None
+            remedy = "run cluster/setup.sh again (vision models need torchvision), and keep the model's "
+            remedy += "preprocessor_config.json beside it"
+            problem = f"its image processor cannot be loaded: {first_line(error)}"
+            raise ModelError(problem, remedy, field="model", value=model) from None
         self.token_id: int = config.image_token_id
         self.merge: int = config.vision_config.spatial_merge_size
         """Side length, in patches, of the square that becomes one token."""

@@ -126,10 +126,8 @@ def check_teacher(path: str, field: str, tokenizer: ChatTokenizer, vocabulary: i
     theirs, ours = ChatTokenizer(path, field).hf.get_vocab(), tokenizer.hf.get_vocab()
     different = next((token for token, index in ours.items() if theirs.get(token) != index), None)
     if different is not None:
-        problem = (
-            f"the teacher's tokenizer is not the model's: token {different!r} has id {ours[different]} in the model's "
-            f"and {theirs.get(different)} in the teacher's"
-        )
+        problem = f"the teacher's tokenizer is not the model's: token {different!r} has id {ours[different]} in the "
+        problem += f"model's and {theirs.get(different)} in the teacher's"
         remedy = "choose a teacher of the same model family, with the same tokenizer"
         raise ModelError(problem, remedy, field=field, value=path)
     if (size := vocabulary_of(path)) < vocabulary:

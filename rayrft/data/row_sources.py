@@ -142,6 +142,7 @@ _REMEDIES = {
     "scripts are no longer supported": f"name a revision without the script (refs/convert/parquet), or {_COPY}",
 }
 """What helps, by words of the error: `datasets` has no other mark of the causes."""
+_OTHER = "give its id on the hub, a token in HF_TOKEN if it is private, or a folder with a copy; check its files"
 
 
 def _unloadable(error: Exception, config: RowsConfig, field: str) -> DataError:
@@ -157,10 +158,7 @@ def _unloadable(error: Exception, config: RowsConfig, field: str) -> DataError:
     elif isinstance(error, ConnectionError) and "gated" not in message:
         remedy = f"connect to the network (HF_HUB_OFFLINE unset), load it once into the cache (HF_HOME), or {_COPY}"
     elif remedy is None:
-        message = cause
-        remedy = (
-            "give its id on the hub, a token in HF_TOKEN if it is private, or a folder with a copy; check its files"
-        )
+        message, remedy = cause, _OTHER
     return DataError(f"the data set cannot be loaded: {message}", remedy, field=f"{field}.{key}", value=value)
 
 
@@ -192,12 +190,10 @@ def _read_function(name: str, field: str) -> Any:
 
     module, _, attribute = name.rpartition(":")
     known = [each for each in dir(ray.data) if each.startswith(("read_", "from_")) or each == "range"]
-    if not module:
-        if attribute not in known:
-            raise DataError("ray.data has no such function", nearest(attribute, known), field=field, value=name)
-        return getattr(ray.data, attribute)
+    if not module and attribute not in known:
+        raise DataError("ray.data has no such function", nearest(attribute, known), field=field, value=name)
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return getattr(importlib.import_module(module or "ray.data"), attribute)
     except (ImportError, AttributeError) as error:
         remedy = "give package.module:function that can be imported, or a function of ray.data"
         raise DataError(f"cannot be imported: {error}", remedy, field=field, value=name) from None

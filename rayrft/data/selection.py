@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,6 @@ class Selection:
             # One row, because without any DuckDB would not convert the constants.
             one = pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in schema], schema.names)
             _met(where, one, check=True)
-            self._mentioned = _mentioned(where, schema.names)
 
     @property
     def filters(self) -> bool:
@@ -52,7 +50,7 @@ class Selection:
         """Return whether each row meets the condition, as booleans of shape ``[rows]``. Raises DataError as `apply`."""
         if self._where is None:
             return np.ones(batch.num_rows, bool)
-        return _met(self._where, batch.select(self._mentioned))
+        return _met(self._where, batch)
 
     def apply(self, batch: pa.RecordBatch, rows: np.ndarray | None = None) -> pa.RecordBatch:
         """Return the selected columns of those ``rows`` (ascending; all by default) that meet the condition.
@@ -64,13 +62,6 @@ class Selection:
             rows = np.flatnonzero(met) if rows is None else rows[met[rows]]
         selected = batch.select(self.schema.names)
         return selected if rows is None or len(rows) == batch.num_rows else selected.take(pa.array(rows))
-
-
-def _mentioned(where: str, names: list[str]) -> list[str]:
-    """Return the columns that a condition names, which alone are given to DuckDB: it converts each of them."""
-    words = set(re.findall(r"\w+", where.lower()))
-    found = [name for name in names if not name.isidentifier() or name.lower() in words]
-    return names if "*" in where or "columns" in words else found or names[:1]
 
 
 def _met(where: str, batch: pa.RecordBatch, *, check: bool = False) -> np.ndarray:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -41,9 +41,8 @@ class Interleave:
         """Advance; return the source of this turn, or None when all have ended."""
         if not self._open:
             return None
-        self._turn += 1
-        total = sum(self._weights[i] for i in self._open)
-        below = [i for i in self._open if self._taken[i] * total < self._weights[i] * self._turn]
+        turn, total = sum(self._taken) + 1, sum(self._weights[i] for i in self._open)
+        below = [i for i in self._open if self._taken[i] * total < self._weights[i] * turn]
         source = min(below, key=lambda i: (self._taken[i] + 1) / self._weights[i])
         self._taken[source] += 1
         self._counts[source] += 1
@@ -59,18 +58,18 @@ class Interleave:
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as JSON."""
-        return {"counts": self._counts, "limits": self._limits, "taken": self._taken, "turn": self._turn}
+        return {"counts": self._counts, "limits": self._limits, "taken": self._taken}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a state."""
         self._counts, self._limits = list(state["counts"]), list(state["limits"])
         self._restart()
-        self._turn, self._taken = state["turn"], list(state["taken"])
+        self._taken = list(state["taken"])
 
     def _restart(self) -> None:
         """Count the shares of the sources that have turns left from here."""
         self._open = [i for i, limit in enumerate(self._limits) if limit is None or self._counts[i] < limit]
-        self._turn, self._taken = 0, [0] * len(self._weights)
+        self._taken = [0] * len(self._weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,16 +117,12 @@ class TaskView:
         return np.argsort(self.difficulties, kind="stable")
 
 
-class TaskSampler(Protocol):
-    """A function that returns the task of a source's draw number ``k = 0, 1, …``: a position in ``range(len(view))``.
+TaskSampler = Callable[[TaskView, int], int]
+"""Returns the task of a source's draw number ``k = 0, 1, …``: a position in ``range(len(view))``.
 
-    The result must depend only on the arguments; random numbers come from
-    ``generator(view.seed, "my sampler", view.source, k)`` of `rayrft.config.seeds`.
-    """
-
-    def __call__(self, view: TaskView, k: int, /) -> int: ...
-
-
+The result must depend only on the arguments; random numbers come from
+``generator(view.seed, "my sampler", view.source, k)`` of `rayrft.config.seeds`.
+"""
 task_samplers: Registry[TaskSampler] = Registry("task sampler")
 
 
@@ -319,9 +314,8 @@ class TaskSet:
         size = len(self._ids) - len(self._added)
         known = self._places.keys() | {id for id, *_ in state["added"]}
         if state["size"] != size or not {id for id, *_ in state["tried"]} <= known:
-            problem = (
-                f"the saved statistics are not of these tasks: of {state['size']}, where the task set holds {size}"
-            )
+            problem = "the saved statistics are not of these tasks: "
+            problem += f"of {state['size']}, where the task set holds {size}"
             raise DataError(problem, "resume with the tasks that the run was started with", field="tasks.sources")
         added = [(id, source, hard, prior) for id, source, hard, prior in state["added"] if id not in self]
         self._append(added)

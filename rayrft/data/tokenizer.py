@@ -12,6 +12,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rayrft.config.model import TemplateConfig
 from rayrft.data.chat_template import ChatTemplate, Messages, Tools, common_length
 from rayrft.data.images import ImageReader, insert_images
@@ -107,7 +109,7 @@ class ChatTokenizer:
         """
         shown = pickle.dumps((self._with_images(messages, images), tools, options))
         ids = list(_encode_prompt(self, shown, self.template.text))
-        return _repeat(ids, self.images.repeats(ids, images)) if images else ids
+        return np.repeat(ids, self.images.repeats(ids, images)).tolist() if images else ids
 
     def observation(
         self,
@@ -135,7 +137,7 @@ class ChatTokenizer:
             ended = map(self._mark, (self.end_id, last) if last in self.stop_ids else ())
             rest = self.template.after_answer(messages, self._with_images(observed, images), tools, options, ended)
         ids = self.tokens(rest)
-        return _repeat(ids, self.images.repeats(ids, images)) if images else ids
+        return np.repeat(ids, self.images.repeats(ids, images)).tolist() if images else ids
 
     def response(self, text: str) -> list[int]:
         """Return the token ids of an answer to a prompt, with the token that ends it."""
@@ -175,7 +177,7 @@ class ChatTokenizer:
             mask.append(1)
         if images:
             repeats = self.images.repeats(ids, images)
-            ids, mask = _repeat(ids, repeats), _repeat(mask, repeats)
+            ids, mask = (np.repeat(each, repeats).tolist() for each in (ids, mask))
         return ids, mask
 
     def whole(self, messages: Messages, images: tuple[str, ...] = (), tools: Tools = ()) -> tuple[list[int], list[int]]:
@@ -191,7 +193,7 @@ class ChatTokenizer:
         prompt = self.prompt(messages[:-1], images, tools)
         ids = self.tokens(self.template.render(self._with_images(messages, images), tools)[0])
         if images:
-            ids = _repeat(ids, self.images.repeats(ids, images))
+            ids = np.repeat(ids, self.images.repeats(ids, images)).tolist()
         shared = min(common_length(prompt, ids), len(ids) - 1)
         return ids, [0] * shared + [1] * (len(ids) - shared)
 
@@ -308,7 +310,3 @@ def _encode_prompt(tokenizer: ChatTokenizer, shown: bytes, template: str) -> tup
     of the tokenizer, which travels between processes.
     """
     return tuple(tokenizer.tokens(tokenizer.template.render(*pickle.loads(shown), add_generation_prompt=True)[0]))
-
-
-def _repeat(values: list[int], times: list[int]) -> list[int]:
-    return [value for value, count in zip(values, times, strict=True) for _ in range(count)]

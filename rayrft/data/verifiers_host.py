@@ -69,9 +69,8 @@ async def _episode(environment: Any, order: dict[str, Any]) -> dict[str, Any]:
     kind = type(environment.taskset).task_type()
     task = kind(kind.data_type().model_validate(order["task"]), environment.config.taskset.task)
     client = v1.EvalClientConfig(base_url=order["base_url"], api_key_var=_KEY)
-    episode = await environment.run_episode(
-        task, v1.ModelContext(client=client, model="policy", sampling=v1.SamplingConfig())
-    )
+    context = v1.ModelContext(client=client, model="policy", sampling=v1.SamplingConfig())
+    episode = await environment.run_episode(task, context)
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         return {"problem": f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode did not complete"}

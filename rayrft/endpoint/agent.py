@@ -7,7 +7,6 @@ records them as they are sampled.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import importlib.util
@@ -15,7 +14,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -82,12 +81,10 @@ class Applications:
         self._config = ServeConfig(off_policy="ignore", tool_calls=tool_calls, history=history, deadline_s=math.inf)
         self._processes = processes
         self._endpoints = WeakKeyDictionary[Callee, ProcessEndpoint]()
-        self._listening: asyncio.Future[Server] | None = None
+        self._server: Server | None = None
 
     async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> list[Trajectory]:
-        if self._listening is None:
-            self._listening = asyncio.ensure_future(Server(for_sandboxes=self.in_sandboxes).start())
-        server = await asyncio.shield(self._listening)
+        server = self._server = self._server or Server(for_sandboxes=self.in_sandboxes)
         attempt, cut = ApplicationAttempt(model), None
         async with contextlib.AsyncExitStack() as leases:
             with model.queued():
@@ -103,7 +100,8 @@ class Applications:
                     if attempt.reward is None and self.cut_result is None:
                         raise
                     returned, trajectories, cut = self.cut_result, model.started, error
-        result = attempt.reward or await _result(returned, attempt.last_answer, partial(model.score, task))
+        said = attempt.last_answer if returned is None else returned
+        result = attempt.reward or await _result(said, partial(model.score, task))
         for trajectory in trajectories:
             trajectory.reward(result)
         if cut is not None:
@@ -113,8 +111,8 @@ class Applications:
     async def close(self) -> None:
         """End the processes and the endpoint."""
         await self._processes.close()
-        if self._listening is not None:
-            await (await self._listening).close()
+        if self._server is not None:
+            await self._server.close()
 
 
 class Agent(Applications):
@@ -125,23 +123,22 @@ class Agent(Applications):
         module, _, function = agent.partition(":")
         if not function or not _is_found(module, function):
             remedy = "list its file under plugins, or give package.module:function of an installed one"
-            raise ConfigError(
-                "no such function" if function else "names no function", remedy, field="agent", value=agent
-            )
+            problem = "no such function" if function else "names no function"
+            raise ConfigError(problem, remedy, field="agent", value=agent)
         # Most applications use OpenAI's client: it is imported once for all processes.
         warm_up = partial(importlib.import_module, "openai")
         super().__init__(pool(partial(_Function, module, function), processes, warm_up), tool_calls, history)
 
 
-async def _result(returned: Any, last_answer: str, score: Callable[[str], Awaitable[RewardResult]]) -> RewardResult:
-    """Return the reward that follows from what the application returned."""
+async def _result(returned: Any, score: Callable[[str], Awaitable[RewardResult]]) -> RewardResult:
+    """Return the reward that follows from what the application returned, or from its last answer."""
     match returned:
         case RewardResult():
             return returned
         case int() | float() if math.isfinite(returned):
             return RewardResult(float(returned))
-        case str() | None:
-            return await score(last_answer if returned is None else returned)
+        case str():
+            return await score(returned)
     raise TypeError(f"the application must return a text, a finite number or None, not {returned!r:.80}")
 
 

@@ -45,7 +45,7 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class MessagesRequest(ChatRequest):
-    """The body of ``/v1/messages``."""
+    """The body of ``/v1/messages``, and of ``/v1/messages/count_tokens``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -82,10 +82,6 @@ class MessagesRequest(ChatRequest):
         if isinstance(user, dict) and isinstance(name := user.get("user_id"), str):
             made["user"] = name[-256:]  # what tells sessions apart stands at its end
         return made
-
-
-class TokenCountRequest(MessagesRequest):
-    """The body of ``/v1/messages/count_tokens``."""
 
 
 def _entry(value: Any, key: str) -> Any:

@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.endpoint.anthropic import MessagesRequest, TokenCountRequest, as_anthropic
+from rayrft.endpoint.anthropic import MessagesRequest, as_anthropic
 from rayrft.endpoint.keeper import RemoteSessions
 from rayrft.endpoint.protocol import ChatRequest, CompletionRequest, FeedbackRequest, Sampled
 from rayrft.endpoint.responder import Responder
@@ -90,7 +90,7 @@ class PolicyEndpoint(HttpService):
     # Other routes.
 
     async def _count_tokens(self, request: Request) -> Response:
-        body = parse(TokenCountRequest, await self.body(request))
+        body = parse(MessagesRequest, await self.body(request))
         [ask] = await self._responder.begin(body, "msg_", "", None, record=False)
         return JSONResponse({"input_tokens": len(ask.prompt)})
 

@@ -9,7 +9,6 @@ import contextlib
 import math
 import os
 import secrets
-import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -17,9 +16,9 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
-from weakref import finalize
 
 import uvicorn
+from fastapi import Response
 
 from rayrft.config.explorer import SamplingConfig
 from rayrft.config.serve import ServeConfig
@@ -105,10 +104,9 @@ class ApplicationAttempt:
 
     def trajectories(self) -> list[Trajectory]:
         """Return the rows with sampled tokens."""
-        rows = [row for row in self._recorded.rows if row.answers]
-        return [
-            self._model.recorded(row.token_ids, row.prompt_length, row.answers, row.turns, row.images) for row in rows
-        ]
+        rows = (row for row in self._recorded.rows if row.answers)
+        recorded = self._model.recorded
+        return [recorded(row.token_ids, row.prompt_length, row.answers, row.turns, row.images) for row in rows]
 
     # The engines and the session store of the endpoint.
 
@@ -213,28 +211,29 @@ class Server(uvicorn.Server):
     also a socket file."""
 
     def __init__(self, *, for_sandboxes: bool = False) -> None:
-        super().__init__(
-            uvicorn.Config(self._dispatch, interface="asgi3", log_level="warning", lifespan="off", ws="none")
-        )
+        config = uvicorn.Config(self._dispatch, interface="asgi3", log_level="warning", lifespan="off", ws="none")
+        super().__init__(config)
         self.apps: dict[str, Callable[..., Any]] = {}
         """The applications by the first part of their paths."""
-        self._for_sandboxes, self.socket = for_sandboxes, ""
-
-    async def start(self) -> Server:
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        sockets = [listening]
-        if self._for_sandboxes:
-            self.socket, folder = _socket_file(sockets)
-            self._remove = finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        sockets, self.socket = [socket.create_server(("127.0.0.1", 0))], ""
+        self.url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
+        self._folders = contextlib.ExitStack()
+        if for_sandboxes:
+            # Not below /tmp or /dev/shm, in whose place a sandbox has folders of its own.
+            folder = tempfile.TemporaryDirectory(prefix="rayrft-endpoint-", dir="/var/tmp", ignore_cleanup_errors=True)
+            path = Path(self._folders.enter_context(folder), "socket")
+            self.socket = str(path)
+            sockets.append(socket.socket(socket.AF_UNIX))
+            sockets[1].bind(self.socket)
+            # The user of a sandbox can open it; requests need a key.
+            path.parent.chmod(0o755)
+            path.chmod(0o666)
         self._serving = asyncio.create_task(self.serve(sockets=sockets))
-        return self
 
     async def close(self) -> None:
         self.should_exit = True
         await self._serving
-        if self._for_sandboxes:
-            self._remove()
+        self._folders.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -243,20 +242,5 @@ class Server(uvicorn.Server):
 
     async def _dispatch(self, scope: Any, receive: Any, send: Any) -> None:
         _, name, *rest = scope["path"].split("/", 2)
-        if name in self.apps:
-            path = "/" + "".join(rest)
-            await self.apps[name]({**scope, "path": path, "raw_path": path.encode()}, receive, send)
-        else:
-            await send({"type": "http.response.start", "status": 404, "headers": []})
-            await send({"type": "http.response.body"})
-
-
-def _socket_file(sockets: list[socket.socket]) -> tuple[str, Path]:
-    """Add a socket with a file, in a new folder, which the user of a sandbox can open; requests need a key."""
-    # Not below /tmp or /dev/shm, in whose place a sandbox has folders of its own.
-    folder = Path(tempfile.mkdtemp(prefix="rayrft-endpoint-", dir="/var/tmp"))
-    sockets.append(socket.socket(socket.AF_UNIX))
-    sockets[-1].bind(path := str(folder / "socket"))
-    folder.chmod(0o755)
-    Path(path).chmod(0o666)
-    return path, folder
+        path, app = "/" + "".join(rest), self.apps.get(name) or Response(status_code=404)
+        await app({**scope, "path": path, "raw_path": path.encode()}, receive, send)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -90,11 +91,9 @@ class Program(Applications):
         path = ":".join([*(f"{os.path.realpath(folder)}/bin" for folder in folders), ENVIRONMENT["PATH"]])
         given = {"PATH": path, **(environment or {})}
         sandbox = Sandbox(isolation, folders=folders, lenient=True)
-        for field, words in {"command": command, "check": check or ()}.items():
-            of_task = "/" in "".join(words[:1]) and PurePosixPath(PROGRAM_FOLDER, words[0]).is_relative_to(
-                PROGRAM_FOLDER
-            )
-            if words and not of_task:
+        for field, words in ("command", command), ("check", check or ()):
+            place = PurePosixPath(PROGRAM_FOLDER, *words[:1])
+            if words and not ("/" in words[0] and place.is_relative_to(PROGRAM_FOLDER)):  # a file of the task
                 _check_program(words[0], given["PATH"], sandbox, field)
         box = partial(_Box, command, stdin, given, answer, check, status, folders, isolation, limits)
         super().__init__(pool(box, processes), tool_calls, history)
@@ -124,12 +123,8 @@ class _Box:
         values = {"question": task.question, "api_key": access.key, "base_url": variables["OPENAI_BASE_URL"]}
 
         def filled(text: str) -> str:
-            # Each name once, so that a question which holds one is left as it is.
-            parts = text.split("{")
-            for number, part in enumerate(parts[1:], 1):
-                name, closed, rest = part.partition("}")
-                parts[number] = values[name] + rest if closed and name in values else "{" + part
-            return "".join(parts)
+            # In one pass, so that a question which holds a name is left as it is.
+            return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
 
         orders = {
             "command": [filled(word) for word in self.command],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from itertools import compress
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -244,12 +244,6 @@ class ResponseFormat(_Body):
             raise UnsupportedParameter("json_schema.schema", "is required")
         return self
 
-    @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
-        if self.type == "text":
-            return None
-        return cast(dict[str, Any], self.json_schema["schema"]) if self.type == "json_schema" else _OBJECT
-
 
 class ChatRequest(Sampled):
     """The body of ``/v1/chat/completions``."""
@@ -327,7 +321,8 @@ class ChatRequest(Sampled):
             parts = [({"const": each["name"]}, each.get("parameters") or _OBJECT) for each in self.called_tools]
             calls = [{**rules, "properties": {"name": name, "arguments": given}} for name, given in parts]
             return calls[0] if len(calls) == 1 else {"anyOf": calls}
-        return self.response_format.schema_of_answer
+        schemas = {"json_schema": self.response_format.json_schema.get("schema"), "json_object": _OBJECT}
+        return schemas.get(self.response_format.type)
 
     @property
     def limit(self) -> int | None:

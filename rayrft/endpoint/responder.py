@@ -27,6 +27,7 @@ from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling, Sessio
 from rayrft.explorer.tools.call_formats import CallFormat, HermesCalls, JsonCalls, instructed
 from rayrft.explorer.tools.vllm_parsers import open_call_format
 from rayrft.registry import load_plugins
+from rayrft.runtime.handle import once
 from rayrft.runtime.serving.http import ApiError, api_error, client_gone, unless_gone
 from rayrft.runtime.waits import cancel
 
@@ -77,7 +78,6 @@ class Responder:
         self._tokenizer = tokenizer
         self.settings = settings
         self._config = settings.config
-        self._format: asyncio.Future[CallFormat] | None = None
         self.malformed_calls = 0
         """Number of calls in answers that could not be read: such an answer is text."""
 
@@ -120,13 +120,13 @@ class Responder:
         ask = CheckedRequest(body, response, begun, conversation, turns, [], sampling, trained, None, first, images)
 
         async def checked() -> CheckedRequest:
-            tools = isinstance(body, ChatRequest) and body.shown_tools
-            must_call = isinstance(body, ChatRequest) and body.must_call
-            # A template without tools shows earlier calls as the model writes them, too.
-            called = isinstance(body, ChatRequest) and any(each.tool_calls for each in body.messages)
-            bare = called and not self._tokenizer.template.takes_tools
-            known = await self._call_format() if tools or bare else HermesCalls()
-            form = JsonCalls() if must_call else known if tools else None
+            known: CallFormat = HermesCalls()
+            form: CallFormat | None = None
+            if isinstance(body, ChatRequest):
+                # A template without tools shows earlier calls as the model writes them, too.
+                bare = not self._tokenizer.template.takes_tools and any(each.tool_calls for each in body.messages)
+                known = await self._call_format() if body.shown_tools or bare else known
+                form = JsonCalls() if body.must_call else known if body.shown_tools else None
             size = self.settings.max_length
             if images:
                 await self._check_images()
@@ -134,13 +134,10 @@ class Responder:
             ids, new_turns = ([], turns) if full else self._tokenise(ask, form or known)
             room = 0 if full else size - len(ids)
             if room <= 0:
-                raise ApiError(
-                    400,
-                    f"This model's maximum context length is {size} tokens. However, your prompt resulted in "
-                    f"{'more' if full else f'{len(ids)} tokens'}, which leaves no room for an answer.",
-                    code="context_length_exceeded",
-                    param="messages" if isinstance(body, ChatRequest) else "prompt",
-                )
+                problem = f"This model's maximum context length is {size} tokens. However, your prompt resulted in "
+                problem += f"{'more' if full else f'{len(ids)} tokens'}, which leaves no room for an answer."
+                param = "messages" if isinstance(body, ChatRequest) else "prompt"
+                raise ApiError(400, problem, code="context_length_exceeded", param=param)
             most = self.settings.sampling.max_tokens if body.limit is None else max(1, body.limit)
             limit = min(most, room)
             return replace(ask, prompt=ids, turns=new_turns, sampling=replace(sampling, max_tokens=limit), form=form)
@@ -207,12 +204,10 @@ class Responder:
         except ModelError as error:
             raise ApiError(400, f"{error.problem}.", code="unsupported_value", param="messages") from None
 
+    @once
     async def _call_format(self) -> CallFormat:
         """Return the format of the model's calls; the first request waits until it is known."""
-        if self._format is None:
-            opening = open_call_format(self._config.tool_calls, self._tokenizer, "serve.tool_calls")
-            self._format = asyncio.ensure_future(opening)
-        return await asyncio.shield(self._format)
+        return await open_call_format(self._config.tool_calls, self._tokenizer, "serve.tool_calls")
 
     async def _begun(self, session: str, task: str | None, conversation: Conversation) -> OpenCall | None:
         """Begin a call in its session, if sessions are recorded."""

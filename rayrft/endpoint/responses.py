@@ -224,9 +224,8 @@ class ResponseReply(ReplyForm):
                 events.append(self._event("response.output_text.done", **done, **self._place))
                 events.append(self._event("response.content_part.done", part=part, **self._place))
             elif item["type"] == "reasoning":
-                events.append(
-                    self._event("response.reasoning_text.done", text=item["content"][0]["text"], **self._thought)
-                )
+                text = item["content"][0]["text"]
+                events.append(self._event("response.reasoning_text.done", text=text, **self._thought))
             else:
                 events += self._call(index, item)
             events.append(self._event("response.output_item.done", output_index=index, item=item))

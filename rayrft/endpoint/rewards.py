@@ -67,9 +67,8 @@ class ScoreRequest(_Body):
         turns = self.task.messages
         asked = self.task.prompt if self.task.prompt is not None else turns[-1].content
         system = next((turn.content for turn in turns if turn.role == "system"), None)
-        return Task.create(
-            "http", asked, self.task.answer, domain=self.domain, system=system, metadata=self.task.metadata
-        )
+        more = {"domain": self.domain, "system": system, "metadata": self.task.metadata}
+        return Task.create("http", asked, self.task.answer, **more)
 
     def transcript(self) -> Transcript:
         """Return the conversation, in which a ``response`` is the only answer of the model."""

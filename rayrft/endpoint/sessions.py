@@ -49,7 +49,7 @@ class _Identity:
     """The reason of its end."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Session:
     number: int
     identity: _Identity
@@ -97,8 +97,8 @@ class Sessions:
         """Sessions by the ids of their responses, and by their own once they have ended."""
         self._waiting: dict[Hashable, list[_Session]] = {}
         """Sessions with a reward, by group."""
-        self._aging: OrderedDict[int, Hashable] = OrderedDict()
-        """The groups of those sessions, by number; the longest waiting session first."""
+        self._aging: OrderedDict[int, _Session] = OrderedDict()
+        """Those sessions by number; the longest waiting one first."""
         self._formed: list[ScoredGroup] = []
         self.held = 0
         """Rows that are neither part of a group nor dropped; a session without rows counts as one."""
@@ -184,7 +184,7 @@ class Sessions:
                 del self._running[call]
             self._end(entry, "forgotten")
             rows = max(1, len(entry.calls.rows))
-        for member in [member for group in self._waiting.values() for member in group]:
+        for member in [*self._aging.values()]:
             if member.identity is found or member.identity.session == name:
                 self._leave_group(member)
                 rows += len(member.rows)
@@ -198,12 +198,12 @@ class Sessions:
             self.failed(OpenCall(first[1][0], first[0]), "lost", now)
         while self._idle and next(iter(self._idle.values())) <= now:
             self._expire_oldest(now, "no_reward")
-        while self._aging and self._oldest().rewarded_at + self._config.group_s <= now:
+        while self._aging and next(iter(self._aging.values())).rewarded_at + self._config.group_s <= now:
             self._drop_oldest()
 
     def next_expiry(self) -> float:
         """Return the time at which `expire` has something to do; infinity if there is none."""
-        groups = [self._oldest().rewarded_at + self._config.group_s] if self._aging else []
+        groups = (oldest.rewarded_at + self._config.group_s for oldest in islice(self._aging.values(), 1))
         calls = (until for _, until in islice(self._running.values(), 1))
         return min([*groups, *calls, *islice(self._idle.values(), 1)], default=math.inf)
 
@@ -213,8 +213,7 @@ class Sessions:
         for entry in list(self._open.values()):
             self._end(entry, "run_ended")
             self._drop(max(1, len(entry.calls.rows)), "run_ended")
-        for group in self._waiting.values():
-            self._drop(sum(len(member.rows) for member in group), "run_ended")
+        self._drop(sum(len(member.rows) for member in self._aging.values()), "run_ended")
         self._waiting.clear()
         self._aging.clear()
 
@@ -256,26 +255,23 @@ class Sessions:
         key = self._key(entry)
         group = self._waiting.setdefault(key, [])
         group.append(entry)
-        self._aging[entry.number] = key
+        self._aging[entry.number] = entry
         if len(group) == self._group_size:
-            for member in list(group):
-                self._leave_group(member)
+            for member in self._waiting.pop(key):
+                del self._aging[member.number]
             self._form(group)
         elif len(self._aging) > self._config.max_sessions:
             self._drop_oldest()
 
     def _leave_group(self, member: _Session) -> None:
-        key = self._aging.pop(member.number)
-        group = self._waiting[key] = [each for each in self._waiting[key] if each is not member]
-        if not group:
+        del self._aging[member.number]
+        key = self._key(member)
+        self._waiting[key].remove(member)
+        if not self._waiting[key]:
             del self._waiting[key]
 
-    def _oldest(self) -> _Session:
-        """Return the session that has waited longest for its group."""
-        return self._waiting[next(iter(self._aging.values()))][0]
-
     def _drop_oldest(self) -> None:
-        oldest = self._oldest()
+        oldest = next(iter(self._aging.values()))
         self._leave_group(oldest)
         self._drop(len(oldest.rows), "no_group")
 

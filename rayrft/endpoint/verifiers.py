@@ -14,7 +14,6 @@ from rayrft.config.serve import History
 from rayrft.data.episodes import host_command, verifiers_tasks
 from rayrft.endpoint.agent import Applications
 from rayrft.errors import CallFailed, DataError, ProcessDied
-from rayrft.experience import Task
 from rayrft.rewards import RewardResult
 
 _LINE_BYTES = 1 << 26
@@ -54,11 +53,15 @@ class _Host:
         self.is_idle = True
 
     async def call(self, method: str, *arguments: Any, deadline_s: float) -> RewardResult:
-        """Play an episode: see `Callee`. Raises CallFailed if it fails, and ProcessDied."""
+        """Play an episode: see `Callee`. Raises CallFailed if it fails, ProcessDied, and DataError for a task from
+        elsewhere."""
         task, access = arguments
+        if "verifiers" not in (own := task.metadata.get("environment", {})):
+            problem = "the task does not come from a verifiers environment"
+            raise DataError(problem, "take tasks of source verifiers", field="task", value=task.id)
         variables = access.variables()
         settings = {"variables": variables, "base_url": variables["OPENAI_BASE_URL"]}
-        said = await self.ask({"task": _as_known(task), **settings})
+        said = await self.ask({"task": own["verifiers"], **settings})
         return RewardResult(said["reward"], said["components"])
 
     async def ask(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -112,10 +115,8 @@ class _Hosts:
     async def _start(self) -> _Host:
         command, variables = host_command(self._python)
         pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "limit": _LINE_BYTES}
-        host = _Host(
-            await asyncio.create_subprocess_exec(*command, env=variables, start_new_session=True, **pipes)  # type: ignore[arg-type]
-        )
-        self._all.add(host)
+        process = await asyncio.create_subprocess_exec(*command, env=variables, start_new_session=True, **pipes)  # type: ignore[arg-type]
+        self._all.add(host := _Host(process))
         with contextlib.ExitStack() as undo:
             undo.callback(self._end, host)
             await host.ask({"environment": self._environment})
@@ -125,11 +126,3 @@ class _Hosts:
     def _end(self, host: _Host) -> None:
         host.kill()
         self._all.discard(host)
-
-
-def _as_known(task: Task) -> Any:
-    """Return a task as its library has it. Raises DataError for one from elsewhere."""
-    if "verifiers" not in task.metadata.get("environment", {}):
-        problem = "the task does not come from a verifiers environment"
-        raise DataError(problem, "take tasks of source verifiers", field="task", value=task.id)
-    return task.metadata["environment"]["verifiers"]

@@ -72,9 +72,8 @@ class Evidence:
 
     def lost(self, *reasons: str) -> float:
         """Return the share of the attempts of the last window that were dropped for these reasons."""
-        lost = np.nansum(
-            [self.columns.get(f"lost: {reason}", np.zeros(1))[-self._window :].sum() for reason in reasons]
-        )
+        columns = (self.columns.get(f"lost: {reason}", np.zeros(1)) for reason in reasons)
+        lost = np.nansum([column[-self._window :].sum() for column in columns])
         trained = np.nansum(self.columns["usual_rows"][-self._window :])
         return float(lost / max(lost + trained, 1.0))
 
@@ -104,15 +103,12 @@ class Evidence:
         return float(self.ask("max(reward)", "source = 'usual'")[0])
 
     @cached_property
-    def is_solved(self) -> bool:
-        return self.late("reward") >= _SOLVED * self.highest > 0
-
-    @cached_property
     def is_flat(self) -> bool:
         """Whether the reward has not risen by more than chance, and could."""
         early, late = self.columns["reward"][: self._window], self.columns["reward"][-self._window :]
         chance = 2 * np.hypot(np.nanstd(early), np.nanstd(late)) / np.sqrt(self._window)
-        return bool(_mean(late) - _mean(early) <= chance + 0.01) and not self.is_solved
+        is_solved = self.late("reward") >= _SOLVED * self.highest > 0
+        return bool(_mean(late) - _mean(early) <= chance + 0.01) and not is_solved
 
 
 Check = Callable[[Evidence], tuple[str, str, str, str] | None]
@@ -255,9 +251,8 @@ def _conflict(run: Evidence) -> tuple[str, str, str, str] | None:
     for at, one in enumerate(parts):
         for other in parts[at + 1 :]:
             first, second = f"components['{one}']", f"components['{other}']"
-            found, spread, wide = run.ask(
-                f"corr({first}, {second}), stddev_pop({first}), stddev_pop({second})", run.recent
-            )
+            what = f"corr({first}, {second}), stddev_pop({first}), stddev_pop({second})"
+            found, spread, wide = run.ask(what, run.recent)
             if min(spread, wide) > 0.05 and found < worst:
                 worst, pair = float(found), (one, other)
     if not run.is_flat or not worst < -0.5:
@@ -293,9 +288,8 @@ def _zero_variance(run: Evidence) -> tuple[str, str, str, str] | None:
         return None
     right = run.late("reward") > 0.5 * run.highest
     found = f"all answers to a task earn the same in {share:.0%} of the groups: they have no advantage to learn from"
-    remedy = (
-        "give harder tasks" if right else "give easier tasks or a reward in parts, or begin with a stage of SFT"
-    ) + "; the order near_half (tasks.sampler) draws tasks that are sometimes solved"
+    remedy = "give harder tasks" if right else "give easier tasks or a reward in parts, or begin with a stage of SFT"
+    remedy += "; the order near_half (tasks.sampler) draws tasks that are sometimes solved"
     return found, remedy, f"{run.recent} and group_deviation = 0", "reward"
 
 

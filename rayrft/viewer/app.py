@@ -174,9 +174,8 @@ def serve_viewer(
     check_storage_folder(storage)
     digests, key = read_keys(config), secrets.token_urlsafe(24)
     try:
-        listening = socket.create_server(
-            (config.host, config.port), family=socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        )
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        listening = socket.create_server((config.host, config.port), family=family)
     except OSError as error:
         problem = f"the port cannot be used: {error.strerror}"
         raise ConfigError(problem, "give another one: port=8101", field="port", value=config.port) from None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 from rayrft.config import RunConfig
 from rayrft.data.task_splits import COUNTS, TASKS_FILE
 from rayrft.errors import RayrftError, nearest
+from rayrft.experience import json_digest
 from rayrft.explorer.unstored import ANSWERS
 from rayrft.monitor.summary import Summary, read_summary
 from rayrft.runtime.serving.http import ApiError
@@ -30,19 +32,6 @@ _LEDGER_S = 0.2
 """Seconds that the status of a running run waits for its log; without it the ledger is the one read before."""
 _SILENT_S = 600.0
 """A run without a summary that has written nothing for so long counts as silent: it was killed, or hangs."""
-
-
-def signature(paths: Iterable[Path]) -> str:
-    """Return a digest that differs once one of these files, or a file in one of these folders, has changed."""
-    found = []
-    for path in paths:
-        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-            try:
-                about = file.stat()
-            except FileNotFoundError:
-                continue
-            found.append((file.name, about.st_ino, about.st_size, about.st_mtime_ns))
-    return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
 
 
 class RunFolder:
@@ -91,8 +80,8 @@ class RunFolder:
 
     def seen(self) -> str:
         """Return the digest of the files that views are made of, and of the rows that were read of them."""
-        folders = [self.path / "metrics.jsonl", self.path / "summary.json", *self.watched[1:]]
-        return f"{signature(folders)}-{self.rows.generation if 'rows' in self.__dict__ else 0}"
+        found = [(file, about.st_ino, about.st_size, about.st_mtime_ns) for file, about in self._files()]
+        return f"{json_digest(found)}-{self.rows.generation if 'rows' in self.__dict__ else 0}"
 
     @property
     def watched(self) -> list[Path]:
@@ -112,7 +101,7 @@ class RunFolder:
             summary = read_summary(self.path)
         except ValidationError as error:
             problems.append(f"{self.path / 'summary.json'}: cannot be read: {error.errors()[0]['msg']}")
-        config, changed = self.config, self._changed()
+        config, changed = self.config, max((about.st_mtime for _, about in self._files()), default=0.0)
         stages = [each for each in config.get("stages") or () if isinstance(each, dict)]
         silent = time.time() - changed > _SILENT_S
         about: dict[str, Any] = {
@@ -141,10 +130,12 @@ class RunFolder:
             problems.append("metrics.jsonl: another release of rayrft wrote the records, so there is no verdict")
         return about
 
-    def _changed(self) -> float:
-        files = (self.path / name for name in ("metrics.jsonl", "summary.json", "config.yaml"))
-        logs = (file for folder in self.watched[1:] for file in folder.iterdir())
-        return max((file.stat().st_mtime for file in [*files, *logs] if file.exists()), default=0.0)
+    def _files(self) -> Iterator[tuple[str, os.stat_result]]:
+        """Iterate over the names of the files that views are made of, and what is known of each."""
+        files = [self.path / name for name in ("metrics.jsonl", "summary.json", "config.yaml")]
+        for file in [*files, *(file for folder in self.watched[1:] for file in sorted(folder.iterdir()))]:
+            with contextlib.suppress(FileNotFoundError):
+                yield file.name, file.stat()
 
 
 class Runs:

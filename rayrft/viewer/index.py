@@ -201,20 +201,16 @@ class RowIndex:
             data = storage.read(file)
         except FileNotFoundError:
             raise StorageError("the file is gone", "reload the page", field=str(storage.folder / file)) from None
-        found, before = list[pa.RecordBatch](), 0
+        found, rows = list[pa.RecordBatch](), 0
         try:
             with pa.ipc.open_stream(data[: extent[2]] if extent else data) as stream:
-                for batch in stream:
-                    start = max(first - before, 0)
-                    if start < batch.num_rows:
-                        found.append(batch.slice(start, first + count - before - start))
-                    before += batch.num_rows
-                    if before >= first + count:
-                        break
-        except pa.ArrowInvalid:
+                while rows < first + count:
+                    found.append(stream.read_next_batch())
+                    rows += found[-1].num_rows
+        except (pa.ArrowInvalid, StopIteration):
             remedy = "restore it from a backup"
             raise StorageError("the file is damaged", remedy, field=str(storage.folder / file)) from None
-        return pa.concat_batches(found)
+        return pa.Table.from_batches(found).slice(first, count).combine_chunks().to_batches()[0]
 
     def read_answers(self, file: str, group_id: str) -> list[Experience]:
         """Return the answers of a group that the Buffer did not store, without tokens."""
@@ -233,8 +229,7 @@ class RowIndex:
     def _update(self) -> None:
         try:
             storage, reader = self._log
-            unstored = [[path.name, path.stat().st_size] for path in self._answers]
-            seen = [*map(list, storage.files().items()), *unstored]
+            seen = [storage.files(), {path.name: path.stat().st_size for path in self._answers}]
             if seen != self._read_about().get("files"):
                 self._extend(storage, reader.read(), seen)
             self.problem = ""
@@ -244,19 +239,18 @@ class RowIndex:
             self._told = False
             self.generation += 1
 
-    def _extend(self, storage: Storage, state: State, seen: list[Any]) -> None:
-        old, contents = self._read_about(), state.contents
-        kept = old.get("extents", {}) if old.get("run") == state.meta.run else {}
+    def _extend(self, storage: Storage, state: State, seen: list[dict[str, int]]) -> None:
+        before, contents = self._read_about(), state.contents
+        old = before if before.get("run") == state.meta.run else {}
         extents = {segment_name(number): extent for number, extent in sorted(contents.extents.items(), reverse=True)}
         experts = {expert_file(name, cursor.extent): cursor.extent for name, cursor in contents.experts.items()}
-        kept = {name: each for name, each in kept.items() if name in {*extents, *experts}}
+        kept = {name: each for name, each in old.get("extents", {}).items() if name in {*extents, *experts}}
         late = [asdict(note) for notes in contents.late_feedback.values() for note in notes]
         ledger = asdict(state.ledger(recount=True))
         about: dict[str, Any] = {"run": state.meta.run, "extents": kept, "ledger": ledger, "late": late, "damaged": {}}
-        about["choices"], ends = old.get("choices"), old.get("answers", {}) if old.get("run") == state.meta.run else {}
-        sizes = {path.name: path.stat().st_size for path in self._answers}
-        about["answers"] = {name: end for name, end in ends.items() if end <= sizes.get(name, -1)}
-        stale = {*old.get("extents", ()), *old.get("answers", ())} - kept.keys() - about["answers"].keys()
+        about["choices"] = before.get("choices")
+        about["answers"] = {name: end for name, end in old.get("answers", {}).items() if end <= seen[1].get(name, -1)}
+        stale = {*before.get("extents", ()), *before.get("answers", ())} - kept.keys() - about["answers"].keys()
         self._write(about, stale, new_places=table_of_places(state, experts))
         parts = _new_rows(storage, state, {**extents, **experts}, experts.keys(), dict(kept))
         with ThreadPoolExecutor(1, "log") as reading:  # the next rows are read while these are written

@@ -83,9 +83,7 @@ class RecordTable:
         else:
             data = values.get("data", {})
             told = "change" if "key" in data else "checkpoint" if "checkpoint" in data else kind
-            text = (
-                values.get("text") or f"{values['actor']} restarted after {values['seconds']:.1f} s: {values['cause']}"
-            )
+            text = values.get("text") or "{actor} restarted after {seconds:.1f} s: {cause}".format(**values)
             about = {name: values[name] for name in ("step", "stage", "time")}
             self.marks.append({**about, "kind": told, "text": text})
 

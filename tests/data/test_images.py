@@ -196,8 +196,11 @@ def test_parts_of_images_in_demonstrations_are_the_tokens_of_the_models_own_proc
     parts = [{"type": "image", "image": "pictures/wide.png"}, {"type": "text", "text": " or "}]
     parts.append({"type": "image_url", "image_url": {"url": url}})
     said = {"role": "assistant", "content": "red"}
-    path = jsonl([{"messages": [{"role": "user", "content": parts}, said]}], tmp_path)
-    [row], _ = load(path, tokenizer, max_length=512, images_folder=tmp_path / "kept")
+    asked = [{"role": "user", "content": parts}]
+    pair = {"prompt": asked, "chosen": [said], "rejected": [{**said, "content": "blue"}]}
+    path = jsonl([{"messages": [*asked, said]}, pair], tmp_path)
+    [row, *sides], _ = load(path, tokenizer, max_length=512, images_folder=tmp_path / "kept")
+    assert [side.images for side in sides] == [row.images] * 2
     assert [Path(each).read_bytes() for each in row.images] == [Path(pictures[n]).read_bytes() for n in (0, 2)]
     asked = [{"role": "user", "content": "<image> or <image>"}]
     assert row.token_ids[: row.prompt_length].tolist() == by_the_processor(tokenizer, asked, row.images)

@@ -143,7 +143,7 @@ async def test_an_application_that_exits_or_hangs_costs_its_attempt_and_its_proc
         assert rollout.failed == {"workflow_error": 2} and "exit code 3" in str(rollout.problem)
         rollout = await ran(n=2, chosen="hangs")
         assert rollout.failed == {"timeout": 2} and "explorer.deadline_s" in str(rollout.problem)
-        server = await ran.runner.workflow(AGENT)._listening  # type: ignore[attr-defined]
+        server = ran.runner.workflow(AGENT)._server  # type: ignore[attr-defined]
         async with asyncio.timeout(20):  # the endpoints of processes that are gone are gone, too
             while server.apps:
                 gc.collect()

@@ -128,7 +128,7 @@ async def test_the_calls_that_a_template_shows_are_read_as_vllm_reads_them(
         assert type(form) is call_formats.get(ours)
     else:
         form = InThisProcess(known, None)
-        assert form.parser.name() == theirs or await InThisProcess(known, theirs).read(probe.text, PROBE_TOOLS)
+        assert form.parser.name == theirs or await InThisProcess(known, theirs).read(probe.text, PROBE_TOOLS)
     assert await form.read(probe.text, PROBE_TOOLS) == list(probe.calls)
     assert await form.read(f"<think>{probe.text}</think>It is fine.", PROBE_TOOLS) == []
     for before in ("", "I look it up. "):
@@ -283,7 +283,7 @@ class FaultyParser(HostedParser):
     """A parser that raises, hangs and dies, as the answer says."""
 
     def __init__(self, *_: object) -> None:
-        self._name = "faulty"
+        self.name = "faulty"
 
     def _read(self, name: str, answer: str, tools: Tools) -> list[tuple[str, str]]:
         if answer == "raise":

@@ -100,9 +100,3 @@ def environment_factory(config: EnvironmentConfig) -> partial[Environment]:
         remedy = "see the parameters of the environment"
         raise ConfigError(problem, remedy, field="explorer.environment.options", value=config.options) from None
     return partial(factory, **resolved(config.options))
-
-
-def runs_in_event_loop(create: partial[Environment]) -> bool:
-    """Whether it is a class whose ``step`` is a coroutine function; of what a function creates nothing is known."""
-    coroutine = inspect.iscoroutinefunction(getattr(create.func, "step", None))
-    return coroutine and not getattr(create.func, "blocking", False)

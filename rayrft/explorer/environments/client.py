@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import inspect
 import logging
 import math
-import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rayrft.config.explorer import EnvironmentConfig
-from rayrft.errors import (
-    ActorDied,
-    CallFailed,
-    CallTimeout,
-    ConfigError,
-    EnvironmentFailed,
-    EnvironmentTimeout,
-    ProcessDied,
-)
+from rayrft.errors import CallFailed, CallTimeout, ConfigError, EnvironmentFailed, EnvironmentTimeout, ProcessDied
 from rayrft.experience import Task
-from rayrft.explorer.environments import base
-from rayrft.explorer.environments.base import Environment, Observation, Pictured, Step
+from rayrft.explorer.environments.base import Environment, Observation, Pictured, Step, environment_factory
 from rayrft.runtime.processes.pool import ProcessPool
-from rayrft.runtime.processes.worker import Worker
+from rayrft.runtime.processes.worker import Worker, call_here, failed_call
 from rayrft.runtime.waits import in_thread
 
 log = logging.getLogger(__name__)
@@ -111,9 +101,10 @@ class Environments:
     def __init__(self, config: EnvironmentConfig, plugins: Sequence[Path] = ()) -> None:
         """Raises ConfigError if such environments cannot be created."""
         self.config = config
-        self._create = base.environment_factory(config)
+        self._create = environment_factory(config)
         self._pool: ProcessPool | None = None
-        if not base.runs_in_event_loop(self._create):
+        coroutine = inspect.iscoroutinefunction(getattr(self._create.func, "step", None))
+        if not coroutine or getattr(self._create.func, "blocking", False):
             prepare = getattr(self._create.func, "prepare", None)
             self._pool = ProcessPool(
                 self._create,
@@ -156,7 +147,7 @@ class Environments:
 def check_environment(config: EnvironmentConfig, plugins: Sequence[Path] = ()) -> None:
     """Create an environment as an attempt does, and close it, once its class's own ``check`` has passed. Raises
     ConfigError if it cannot be created."""
-    create = base.environment_factory(config)
+    create = environment_factory(config)
     if (check := getattr(create.func, "check", None)) is not None:
         check(**create.keywords)
 
@@ -186,20 +177,11 @@ class _Local:
         try:
             self._environment = create()
         except (Exception, SystemExit) as error:  # a user's class may raise anything
-            raise _raised("create", error) from error
+            raise failed_call("create", error) from error
         self._deadline_s = deadline_s
 
     async def call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
-        deadline = asyncio.timeout(deadline_s)
-        try:
-            async with deadline:
-                return await getattr(self._environment, method)(*arguments)
-        except ActorDied:
-            raise
-        except (Exception, SystemExit) as error:  # a user's environment may raise anything
-            if deadline.expired():
-                raise CallTimeout(f"not done within {deadline_s:g} s", field=method) from None
-            raise _raised(method, error) from error
+        return await call_here(method, lambda: getattr(self._environment, method)(*arguments), deadline_s)
 
     async def aclose(self) -> None:
         """Close it. What has been acted in it is as good as before, so a failure is only logged."""
@@ -207,12 +189,6 @@ class _Local:
             await self.call("close", deadline_s=self._deadline_s)
         except CallFailed as error:
             log.warning("environment: %s", error)
-
-
-def _raised(method: str, error: BaseException) -> CallFailed:
-    failure = CallFailed(f"{type(error).__name__}: {error}", field=method)
-    failure.add_note("".join(traceback.format_exception(error)))
-    return failure
 
 
 def _failure(error: CallFailed) -> EnvironmentFailed:

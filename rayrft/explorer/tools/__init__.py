@@ -1,5 +1,5 @@
 """Tools that a model may call: plain functions, classes with an object for each attempt, and MCP servers."""
 
-from rayrft.explorer.tools.base import Tool, ToolFailed, register_tool, tools
+from rayrft.explorer.tools.base import Tool, register_tool, tools
 
-__all__ = ["Tool", "ToolFailed", "register_tool", "tools"]
+__all__ = ["Tool", "register_tool", "tools"]

@@ -25,14 +25,6 @@ TOOLS = "explorer.workflow_options.tool_calling.tools"
 """The config key that errors name."""
 
 
-class ToolFailed(Exception):
-    """A call has no result; the text tells the model why. ``kind`` is what it is counted by."""
-
-    def __init__(self, kind: str, problem: str) -> None:
-        super().__init__(problem)
-        self.kind = kind
-
-
 @dataclass(frozen=True)
 class Tool:
     """The description of a tool for a model. ``parameters`` is a JSON schema; ``check`` raises ValueError by it."""
@@ -90,14 +82,12 @@ def find_tool(name: str) -> tuple[str, Callable[..., Any]]:
 
 def shortened(value: Any, limit: int) -> str:
     """Write a result as text, or JSON if it is not a text, cut after ``limit`` characters."""
-    text = value if isinstance(value, str) else _json(value)
+    text = value
+    if not isinstance(value, str):
+        text = to_json(value, fallback=str, bytes_mode="base64", inf_nan_mode="constants").decode()
     if len(text) <= limit:
         return text
     return f"{text[:limit]}\n[the first {limit:,} of {len(text):,} characters]"
-
-
-def _json(value: Any) -> str:
-    return to_json(value, fallback=str, bytes_mode="base64", inf_nan_mode="constants").decode()
 
 
 class ToolHost:

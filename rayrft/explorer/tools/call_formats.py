@@ -161,6 +161,11 @@ class Probe:
         return found[1] if found else ""
 
 
+def shown_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a call as chat templates take it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def probe_template(tokenizer: ChatTokenizer) -> Probe | None:
     """Return calls as a tokenizer's chat template shows them, or None if it shows none."""
     template = tokenizer.template
@@ -171,14 +176,7 @@ def probe_template(tokenizer: ChatTokenizer) -> Probe | None:
     kinds = product((lambda arguments: arguments, json.dumps), ("callabc{}1", "functions.get_weather:{}"), (2, 1))
     for given, ids, count in kinds:
         calls = _PROBE[:count]
-        shown = [
-            {
-                "id": ids.format(n),
-                "type": "function",
-                "function": {"name": each.name, "arguments": given(each.arguments)},
-            }
-            for n, each in enumerate(calls)
-        ]
+        shown = [shown_call(ids.format(n), each.name, given(each.arguments)) for n, each in enumerate(calls)]
         text = template.shown_calls(shown, PROBE_TOOLS if template.takes_tools else (), tokenizer.ends)
         if text is not None and all(each.arguments["city"] in text and each.name in text for each in calls):
             return Probe(text, tuple(calls))

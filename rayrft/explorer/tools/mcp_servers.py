@@ -8,8 +8,8 @@ import importlib.util
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rayrft.errors import ConfigError, nearest
-from rayrft.explorer.tools.base import Tool, ToolFailed
+from rayrft.errors import CallFailed, CallTimeout, ConfigError, nearest
+from rayrft.explorer.tools.base import Tool
 from rayrft.runtime.waits import in_thread, settle
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class McpServer:
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
         """Call a tool; return the text of its result. A call whose server dies is tried once more, on a new one.
 
-        Raises ToolFailed.
+        Raises CallFailed, and CallTimeout.
         """
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
@@ -66,19 +66,19 @@ class McpServer:
                     result = await client.call_tool(name, arguments)
             except TimeoutError:
                 await self._drop_unless_it_answers(client, min(timeout_s, _PROBE_S))
-                raise ToolFailed("timeout", f"not done within {timeout_s:g} s") from None
+                raise CallTimeout(f"not done within {timeout_s:g} s") from None
             except MCPError as error:
                 if error.code != CONNECTION_CLOSED:
-                    raise ToolFailed("failed", error.message) from None
+                    raise CallFailed(error.message) from None
                 self._drop(client)
             except Exception as error:  # what a server says may be anything
-                raise ToolFailed("failed", f"{type(error).__name__}: {error}") from None
+                raise CallFailed(f"{type(error).__name__}: {error}") from None
             else:
                 text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
                 if result.is_error:
-                    raise ToolFailed("failed", text)
+                    raise CallFailed(text)
                 return text
-        raise ToolFailed("failed", f"the server {self.name!r} died twice")
+        raise CallFailed(f"the server {self.name!r} died twice")
 
     async def close(self) -> None:
         """End the connection, and a server that was started for it."""
@@ -87,7 +87,7 @@ class McpServer:
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _connected(self) -> Client:
-        """Connect, unless it is done. Raises ToolFailed."""
+        """Connect, unless it is done. Raises CallFailed."""
         if self._connection is None or self._connection.done():
             self._client = asyncio.get_running_loop().create_future()
             self._connection = asyncio.create_task(self._connect(self._client))
@@ -95,7 +95,7 @@ class McpServer:
         try:
             return await asyncio.shield(self._client)
         except ConfigError as error:
-            raise ToolFailed("failed", f"the server {self.name!r} {error.problem}") from None
+            raise CallFailed(f"the server {self.name!r} {error.problem}") from None
 
     async def _connect(self, ready: asyncio.Future[Client]) -> None:
         """Be the one task that opens and closes a connection, as its library wants it, until it is cancelled."""

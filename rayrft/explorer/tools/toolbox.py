@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 from rayrft.errors import CallFailed, CallTimeout, ConfigError
-from rayrft.explorer.tools.base import TOOLS, Tool, ToolFailed, ToolHost, find_tool, function_tool, methods, shortened
+from rayrft.explorer.tools.base import TOOLS, Tool, ToolHost, find_tool, function_tool, methods, shortened
 from rayrft.explorer.tools.call_formats import MalformedCall, ToolCall
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.registry import loaded_plugins
 from rayrft.runtime.processes.pool import ProcessPool
-from rayrft.runtime.processes.worker import Worker
+from rayrft.runtime.processes.worker import Worker, call_here
 
 log = logging.getLogger(__name__)
 
@@ -81,19 +81,20 @@ class Toolbox:
 
     async def close(self) -> None:
         """End all processes and servers."""
-        await asyncio.gather(
-            self._pool.close(), self.objects.close(), *(server.close() for server in {*self._servers.values()})
-        )
+        servers = (server.close() for server in {*self._servers.values()})
+        await asyncio.gather(self._pool.close(), self.objects.close(), *servers)
 
     async def call(self, name: str, arguments: dict[str, Any], session: ToolSession) -> str:
-        """Call a tool with arguments that fit; return its result as text. Raises ToolFailed, and CallFailed."""
+        """Call a tool with arguments that fit; return its result as text. Raises CallFailed."""
         limits = self.limits
         if name in self._servers:
             return shortened(await self._servers[name].call(name, arguments, limits.timeout_s), limits.characters)
         if name in self._methods:
             return await session.call_object(name, arguments)
         if name in self._async:
-            return await self._await(name, arguments)
+            tool, function = self.tools[name], self._async[name]
+            result = await call_here(name, lambda: function(**tool.check(arguments)), limits.timeout_s)
+            return shortened(result, limits.characters)
         async with self._pool.lease() as worker:
             return await self.call_in(worker, name, arguments)
 
@@ -102,7 +103,7 @@ class Toolbox:
         limits = self.limits
         return await worker.call("call", name, arguments, limits.characters, deadline_s=limits.timeout_s)
 
-    def warn(self, name: str, failure: ToolFailed) -> None:
+    def warn(self, name: str, failure: str) -> None:
         """Log the first failure of every tool: it may be the tool's own fault, of which the model alone would know."""
         if name not in self._failed:
             log.warning("tool %r: %s (later failures are in the rows' metrics)", name, failure)
@@ -134,16 +135,6 @@ class Toolbox:
         if tool.name in self.tools:
             raise ConfigError("two tools of one name", "rename one of them", field=TOOLS, value=tool.name)
         self.tools[tool.name] = tool
-
-    async def _await(self, name: str, arguments: dict[str, Any]) -> str:
-        try:
-            async with asyncio.timeout(self.limits.timeout_s) as deadline:
-                result = await self._async[name](**self.tools[name].check(arguments))
-            return shortened(result, self.limits.characters)
-        except (Exception, SystemExit) as error:  # a user's function may raise anything: only the call fails
-            if deadline.expired():
-                raise _late(self.limits) from None
-            raise ToolFailed("failed", f"{type(error).__name__}: {error}") from None
 
 
 class ToolSession:
@@ -186,15 +177,8 @@ class ToolSession:
             return ToolResult(f"Error: not called, as an answer may call at most {limits.calls} tools", "failed")
         try:
             return ToolResult(await self._toolbox.call(call.name, call.arguments, self))
-        except CallTimeout:
-            failure = _late(limits)
         except CallFailed as error:
-            failure = ToolFailed("failed", error.problem + (f" ({error.value})" if error.value else ""))
-        except ToolFailed as error:
-            failure = error
-        self._toolbox.warn(call.name, failure)
-        return ToolResult(shortened(f"Error: {failure}", limits.characters), failure.kind)
-
-
-def _late(limits: ToolLimits) -> ToolFailed:
-    return ToolFailed("timeout", f"not done within {limits.timeout_s:g} s")
+            failure = error.problem + (f" ({error.value})" if error.value else "")
+            self._toolbox.warn(call.name, failure)
+            kind = "timeout" if isinstance(error, CallTimeout) else "failed"
+            return ToolResult(shortened(f"Error: {failure}", limits.characters), kind)

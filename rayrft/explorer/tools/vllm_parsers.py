@@ -24,6 +24,7 @@ from rayrft.explorer.tools.call_formats import (
     call_formats,
     calls_of,
     probe_template,
+    shown_call,
 )
 from rayrft.runtime.processes.calls import CallQueue
 from rayrft.runtime.processes.pool import ProcessPool
@@ -105,21 +106,17 @@ class HostedParser:
         names = sorted(ToolParserManager.list_registered())
         if name is not None and name not in names:
             raise LookupError(nearest(name, ["auto", "hermes", "json", *names]))
-        self._name = name or next((each for each in names if self._reads(each, probe)), "")
-        if not self._name:
+        self.name = name or next((each for each in names if self._reads(each, probe)), "")
+        if not self.name:
             raise LookupError("none of vLLM's parsers reads the calls that the chat template shows")
 
     def max_batch(self) -> int:
         """Return how many calls may be made at a time."""
         return 64
 
-    def name(self) -> str:
-        """Return the parser's name."""
-        return self._name
-
     def read(self, readings: list[_Reading]) -> list[list[tuple[str, str]]]:
         """Return the names and arguments (JSON) of the calls in each answer."""
-        return [self._read(self._name, *reading) for reading in readings]
+        return [self._read(self.name, *reading) for reading in readings]
 
     def _read(self, name: str, answer: str, tools: Tools) -> list[tuple[str, str]]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -145,9 +142,8 @@ class VllmCalls(CallFormat):
     """The format that one of vLLM's tool parsers reads."""
 
     def __init__(self, tokenizer: ChatTokenizer, name: str | None, probe: Probe | None, field: str) -> None:
-        pool = ProcessPool(
-            partial(HostedParser, tokenizer.path, name, probe), processes=2, spares=0, start_s=_START_S, inherit=True
-        )
+        hosted = partial(HostedParser, tokenizer.path, name, probe)
+        pool = ProcessPool(hosted, processes=2, spares=0, start_s=_START_S, inherit=True)
         self.name, self.begins = name or "auto", probe.begins if probe is not None else ""
         self._tokenizer = tokenizer
         if probe is not None and not tokenizer.template.takes_tools:
@@ -185,7 +181,7 @@ class VllmCalls(CallFormat):
     def written(self, call: str) -> str:
         function = json.loads(call)
         for arguments in (function["arguments"], json.dumps(function["arguments"])):  # some templates take a text
-            shown = {"id": "callabc01", "type": "function", "function": {**function, "arguments": arguments}}
+            shown = shown_call("callabc01", function["name"], arguments)
             if text := self._tokenizer.template.shown_calls([shown], (), self._tokenizer.ends):
                 return text
         return call

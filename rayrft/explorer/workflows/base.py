@@ -76,11 +76,8 @@ def build_workflow(
     try:
         inspect.signature(workflow.run).bind("task", "model", "env")
     except TypeError as error:
-        problem, remedy = (
-            f"run() of workflow {name!r} cannot be called: {error}",
-            "write run(self, task, model, env=None)",
-        )
-        raise ConfigError(problem, remedy, field=field, value=name) from None
+        problem = f"run() of workflow {name!r} cannot be called: {error}"
+        raise ConfigError(problem, "write run(self, task, model, env=None)", field=field, value=name) from None
     return IsolatedWorkflow(create, config.workflow_processes) if getattr(workflow, "blocking", False) else workflow
 
 

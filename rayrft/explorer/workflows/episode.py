@@ -45,10 +45,9 @@ class Episode:
         system = [{"role": "system", "content": task.system}] if task.system else []
 
         def shown(observation: Observation) -> list[dict[str, str]]:
-            messages = [(each, each["content"].split(IMAGE_MARK)) for each in as_messages(observation)]
-            return [
-                {**each, "content": IMAGE_MARK.join(map(model.tokenizer.defuse, texts))} for each, texts in messages
-            ]
+            messages, defuse = as_messages(observation), model.tokenizer.defuse
+            texts = (IMAGE_MARK.join(map(defuse, each["content"].split(IMAGE_MARK))) for each in messages)
+            return [{**each, "content": text} for each, text in zip(messages, texts, strict=True)]
 
         seen = await env.reset(task)
         parts, images = [shown(seen)], [model.keep(images_of(seen))]

@@ -53,9 +53,8 @@ class IsolatedWorkflow:
     """The workflow that ``create`` makes; each attempt has an instance in one of up to ``processes`` processes."""
 
     def __init__(self, create: Callable[[], Any], processes: int) -> None:
-        self._pool = ProcessPool(
-            partial(_WorkflowHost, create), processes=processes, plugins=loaded_plugins(), answer_limit=_LARGEST
-        )
+        host, plugins = partial(_WorkflowHost, create), loaded_plugins()
+        self._pool = ProcessPool(host, processes=processes, plugins=plugins, answer_limit=_LARGEST)
 
     async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> list[Trajectory]:
         """Attempt the task."""

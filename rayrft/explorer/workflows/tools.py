@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from rayrft.explorer.tools.toolbox import Toolbox, ToolLimits, ToolResult
 from rayrft.explorer.tools.vllm_parsers import check_call_format, open_call_format
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.base import register_workflow
+from rayrft.runtime.handle import once
 
 _Message = dict[str, str]
 
@@ -54,7 +54,6 @@ class ToolCalling:
         if not self._toolbox.tools:
             raise TypeError("there are no tools: name some in 'tools' or 'mcp'")
         self.call_format, self._max_turns = form, max_turns
-        self._opening: asyncio.Future[CallFormat] | None = None
 
     def opening(
         self, task: Task, tokenizer: ChatTokenizer, form: CallFormat | None = None
@@ -67,11 +66,12 @@ class ToolCalling:
             form = call_formats.get(self.call_format)() if self.call_format in call_formats else HermesCalls()
         return instructed(task.messages, self._toolbox.schemas, form.instructions), ()
 
+    @once
+    async def _form(self, tokenizer: ChatTokenizer) -> CallFormat:
+        return await open_call_format(self.call_format, tokenizer, "explorer.workflow_options.tool_calling.form")
+
     async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> Trajectory:
-        if self._opening is None:
-            opening = open_call_format(self.call_format, model.tokenizer, "explorer.workflow_options.tool_calling.form")
-            self._opening = asyncio.ensure_future(opening)
-        form = await asyncio.shield(self._opening)
+        form = await self._form(model.tokenizer)
         messages, schemas = self.opening(task, model.tokenizer, form)
         trajectory = model.start(messages, task.images, schemas)
         async with self._toolbox.session() as session:

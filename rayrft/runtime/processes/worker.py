@@ -8,12 +8,13 @@ import math
 import os
 import pickle
 import signal
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from rayrft.errors import AnswerTooLarge, CallFailed, CallTimeout, ProcessDied
+from rayrft.errors import ActorDied, AnswerTooLarge, CallFailed, CallTimeout, ProcessDied
 from rayrft.runtime.processes.run_clock import RunClock
 from rayrft.runtime.processes.template import HEADER, Answer, Ask, Cancel, Reply
 
@@ -21,6 +22,7 @@ _NICEST = 19
 _LOOK_S = 1.0
 """Seconds between looks at the clock of a long call: before the first look, a wait for a core counts."""
 
+R = TypeVar("R")
 Serve = Callable[..., Awaitable[Any]]
 """Answers what an object asks its parent during a call."""
 
@@ -212,3 +214,24 @@ class Worker:
                 # Where the kernel shares time out by session, niceness counts within one alone: sched(7), autogroups.
                 if os.getsid(pid) == pid:
                     Path(f"/proc/{pid}/autogroup").write_text(f"{_NICEST}")
+
+
+async def call_here(method: str, call: Callable[[], Awaitable[R]], deadline_s: float) -> R:
+    """Await a call of a user's coroutine function in this event loop. Raises CallFailed and CallTimeout, as
+    `Worker.call` does, and ActorDied."""
+    try:
+        async with asyncio.timeout(deadline_s) as deadline:
+            return await call()
+    except ActorDied:
+        raise
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
+        if deadline.expired():
+            raise CallTimeout(f"not done within {deadline_s:g} s", field=method) from None
+        raise failed_call(method, error) from error
+
+
+def failed_call(method: str, error: BaseException) -> CallFailed:
+    """Return the failure of a call that raised an error, with the traceback."""
+    failure = CallFailed(f"{type(error).__name__}: {error}", field=method)
+    failure.add_note("".join(traceback.format_exception(error)))
+    return failure

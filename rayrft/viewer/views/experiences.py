@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,31 +75,23 @@ def _rows(runs: Runs, asked: Any) -> dict[str, Any]:
     if not (asked.group_status or asked.task_id or asked.group_id or "evaluation" in asked.where):
         conditions.append("group_status <> 'evaluation'")
     order = f"{asked.sort.lstrip('-')} {'desc' if asked.sort.startswith('-') else 'asc'} nulls last, experience_id"
-    with index.cursor() as connection, _naming_condition(asked.where):
-        found = "answers"
-        if asked.where:  # an expression alone: neither a second statement nor a file
-            chosen = connection.table(found).filter(duckdb.SQLExpression(asked.where))
-            chosen.create_view(found := "chosen_rows")
-        met = f"from {found} where {' and '.join(conditions)}"
-        counts = f"select count(*), avg(reward), count(distinct place), avg(tokens), avg(staleness) {met}"
-        count, reward, groups, tokens, staleness = connection.execute(counts, values).fetchall()[0]
-        page = f"select {_LISTED} {met} order by {order} limit {asked.limit} offset {asked.offset}"
-        listed = dicts(connection.execute(page, values))
+    try:
+        with index.cursor() as connection:
+            found = "answers"
+            if asked.where:  # an expression alone: neither a second statement nor a file
+                chosen = connection.table(found).filter(duckdb.SQLExpression(asked.where))
+                chosen.create_view(found := "chosen_rows")
+            met = f"from {found} where {' and '.join(conditions)}"
+            counts = f"select count(*), avg(reward), count(distinct place), avg(tokens), avg(staleness) {met}"
+            count, reward, groups, tokens, staleness = connection.execute(counts, values).fetchall()[0]
+            page = f"select {_LISTED} {met} order by {order} limit {asked.limit} offset {asked.offset}"
+            listed = dicts(connection.execute(page, values))
+    except duckdb.Error as error:  # of the condition, if there is one: at any row, or by its time
+        if not asked.where:
+            raise
+        raise invalid_condition(asked.where, str(error)) from None
     means = {"reward": reward, "groups": groups, "tokens": tokens, "staleness": staleness}
     return {"count": count, "means": means, "rows": listed, "log": log}
-
-
-@contextlib.contextmanager
-def _naming_condition(where: str) -> Iterator[None]:
-    """Raise DataError for an error of DuckDB that a condition may have caused, at any row or by its time."""
-    import duckdb
-
-    try:
-        yield
-    except duckdb.Error as error:
-        if not where:
-            raise
-        raise invalid_condition(where, str(error)) from None
 
 
 def _row(runs: Runs, asked: RowRequest) -> dict[str, Any]:

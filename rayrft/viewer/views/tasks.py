@@ -50,9 +50,8 @@ def _tasks(runs: Runs, asked: TasksRequest) -> dict[str, Any]:
         last = connection.execute(f"select min(version), max(version) from answers where {scored}").fetchall()[0]
         first_version, last_version = (int(value or 0) for value in last)
         after = last_version if asked.after is None else asked.after
-        before = (
-            max(first_version, after - (last_version - first_version) // 2) if asked.before is None else asked.before
-        )
+        halfway = max(first_version, after - (last_version - first_version) // 2)
+        before = halfway if asked.before is None else asked.before
         passes = f"(reward >= {asked.least - ROUNDING * abs(asked.least)!r})::int"
         width = max(1, -(-(last_version - first_version + 1) // _BINS))
         bin_of = f"({first_version} + (version - {first_version}) // {width} * {width})"
