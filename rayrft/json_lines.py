@@ -8,7 +8,6 @@ import os
 from array import array
 from collections.abc import Callable, Iterator
 from io import FileIO
-from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,8 +50,9 @@ class JsonLines:
         """The start of the file, and the offsets of the ends of the lines."""
         self._torn = False
         """Whether the file ends with a part of an append that failed."""
-        self._waiting: list[tuple[tuple[bytes, ...], asyncio.Future[None]]] = []
-        self._flusher: asyncio.Task[None] | None = None
+        self._waiting: list[bytes] = []
+        """Lines that the next flush appends."""
+        self._flushing: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -83,11 +83,10 @@ class JsonLines:
 
     async def append_durably(self, *lines: bytes) -> None:
         """Append lines, on disk, in a thread; concurrent calls share a sync. Raises StorageError like `append`."""
-        done = asyncio.get_running_loop().create_future()
-        self._waiting.append((lines, done))
-        if self._flusher is None or self._flusher.done():
-            self._flusher = asyncio.create_task(self._flush())
-        await asyncio.shield(done)
+        if not self._waiting or self._flushing is None:
+            self._flushing = asyncio.ensure_future(self._flush(self._flushing))
+        self._waiting += lines
+        await asyncio.shield(self._flushing)
 
     def close(self) -> None:
         """Close the file, which releases the lock."""
@@ -97,18 +96,12 @@ class JsonLines:
         self._file.truncate(self._ends[-1])
         self._torn = False
 
-    async def _flush(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            lines = chain.from_iterable(lines for lines, _ in batch)
-            try:
-                await asyncio.to_thread(self.append, *lines, durable=True)
-            except StorageError as failure:
-                for _, done in batch:
-                    done.set_exception(failure)
-            else:
-                for _, done in batch:
-                    done.set_result(None)
+    async def _flush(self, before: asyncio.Future[None] | None) -> None:
+        """Append the lines that wait once those before them are written."""
+        if before is not None:
+            await asyncio.wait([before])
+        lines, self._waiting = self._waiting, []
+        await asyncio.to_thread(self.append, *lines, durable=True)
 
 
 def open_lines(

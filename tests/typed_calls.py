@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rayrft.buffer.buffer import Buffer
-from rayrft.core.placement import PlacedClass
 from rayrft.runtime.handle import Handle, TrackedHandle, fetch
 from rayrft.runtime.waits import Waits
 from rayrft.trainer.api import RankApi
@@ -28,7 +29,7 @@ class Blocking:
     def ready(self) -> None: ...
 
 
-def blocking(actor: Handle[Blocking], actors: PlacedClass[[int], Blocking]) -> None:
+def blocking(actor: Handle[Blocking], create: Callable[[int], Handle[Blocking]]) -> None:
     ready: int = fetch(actor.call(Blocking.ready))  # type: ignore[assignment]  # a method that is not a coroutine
-    actors.create("0")  # type: ignore[arg-type]  # a wrong argument of the constructor
+    create("0")  # type: ignore[arg-type]  # a wrong argument of the constructor
     del ready

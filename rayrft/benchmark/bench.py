@@ -15,7 +15,6 @@ from typing import Any
 from rayrft.benchmark.result import BenchResult, BenchScore
 from rayrft.benchmark.worker import BenchWorker, read_attempts
 from rayrft.config import RunConfig, load_config, load_run_config
-from rayrft.config.serve import ServeConfig
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.core.bundles import check_room, fitting_nodes
 from rayrft.core.checkpoints import Checkpoints, export, find_folder
@@ -33,7 +32,7 @@ from rayrft.data.models import check_auxiliary, check_cache, check_length, find_
 from rayrft.data.task_sources import RowsRead
 from rayrft.data.task_splits import load_taskset
 from rayrft.errors import ActorDied, ActorUnreachable, ModelError, RayrftError, RunNotFound, Stalled
-from rayrft.experience import Task
+from rayrft.experience import Task, json_digest
 from rayrft.explorer.engines.arguments import check_run_options
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt, measure
@@ -44,6 +43,7 @@ from rayrft.rewards.checks import check_rewards
 from rayrft.rewards.scorer import RewardActor
 from rayrft.runtime.handle import Handle, answer, end
 from rayrft.runtime.ray_api import ray
+from rayrft.runtime.serving import HttpSettings
 
 _HELD_OUT = "held_out"
 
@@ -181,7 +181,7 @@ def _rewards_open(config: RunConfig, pools: dict[str, Handle[EnginePool]]) -> co
     from rayrft.rewards.service import rewards_open
 
     owner = actor_name(service.name, "rewards")
-    return rewards_open(service, owner, ServeConfig().address, models=remote_models(config, pools))
+    return rewards_open(service, owner, HttpSettings(), models=remote_models(config, pools))
 
 
 def _attempt(
@@ -195,8 +195,8 @@ def _attempt(
     say: Callable[[str], None],
 ) -> None:
     """Attempt task sets with one model, on actors of its own: the next model may be of another kind."""
-    policy, stall_s = EngineGroup.policy(placement, policy_model(config, model.path)), config.monitor.stall_s
-    worker = placement.actor(BenchWorker, "explorer", name="explorer").create(
+    policy, stall_s = EngineGroup(placement, policy_model(config, model.path)), config.monitor.stall_s
+    worker = placement.actor(BenchWorker, "explorer", name="explorer")(
         config, model.path, policy.pool, remote_scoring(config, rewards), pools
     )
     try:
@@ -290,13 +290,13 @@ def _identity(folder: Path) -> str:
     """Digest the names, sizes and times of a folder's files of weights and config."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return _digest([str(folder.absolute()), stats])
+    return json_digest([str(folder.absolute()), stats])
 
 
 def fingerprint(config: RunConfig, model: str, sources: Sequence[TaskSourceConfig]) -> str:
     """Digest all that an attempt at a task depends on; ``model`` is the identity of its weights."""
     explorer = config.explorer
-    return _digest(
+    return json_digest(
         [
             model,
             config.model.model_dump(mode="json", include={"dtype", "max_length"}),
@@ -312,10 +312,6 @@ def fingerprint(config: RunConfig, model: str, sources: Sequence[TaskSourceConfi
 
 
 _EXPLORER = {"workflow", "workflow_options", "environment", "environment_options", "deadline_s", "sampling"}
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=6).hexdigest()
 
 
 def attempts_in(config: RunConfig, file: Path, tasks: list[Task]) -> list[Attempt]:

@@ -17,7 +17,6 @@ Run = Annotated[str, typer.Argument(help="a run's folder, or its name in --stora
 Storage = Annotated[Path, typer.Option(parser=local_path, help="the folder of run folders")]
 ConfigFile = Annotated[str, typer.Argument(help="YAML file")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key.sub=value …")]
-RUNS = Path("runs")
 
 
 def changes(overrides: list[str] | None) -> dict[str, Any]:

@@ -16,10 +16,10 @@ import typer
 
 from rayrft.buffer.export import are_personal, forget_rows, glance, read_file
 from rayrft.buffer.reader import ARCHIVE_SCHEMA, Found, log_folder
-from rayrft.cli import RUNS, Overrides, Storage, archive_of, changes, feedback, report_damage, say
+from rayrft.cli import Overrides, Storage, archive_of, changes, feedback, report_damage, say
 from rayrft.cli import Run as RunName
 from rayrft.config import PipelineConfig, load_run_config, read_config
-from rayrft.core.checkpoints import find_folder
+from rayrft.core.checkpoints import RUNS, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.launch import attach
 from rayrft.data.formats import ROW_SUFFIXES, row_kind

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from rayrft.cli import RUNS, Storage, archive_of, changes, report_damage
 from rayrft.cli import Run as RunName
+from rayrft.cli import Storage, archive_of, changes, report_damage
 from rayrft.config import read_config
 from rayrft.config.serve import FeedbackConfig
-from rayrft.core.checkpoints import find_folder
+from rayrft.core.checkpoints import RUNS, find_folder
 from rayrft.files import local_path
 
 app = typer.Typer(no_args_is_help=True, help="What people said of a run's answers, as files.")

@@ -9,18 +9,18 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from rayrft.cli import RUNS, ConfigFile, Overrides, Storage, changes, data, say
+from rayrft.cli import ConfigFile, Overrides, Storage, changes, data, say
 from rayrft.cli import Run as RunName
 from rayrft.cli.follow import exit_on_signals, exit_status, follow, signals
 from rayrft.cli.reproduce import reproduce
 from rayrft.config import load_config, parse_override, read_config
 from rayrft.config.serve import FeedbackConfig, RewardServiceConfig, ViewerConfig
 from rayrft.core import launch, publish
-from rayrft.core.checkpoints import export, find_folder
+from rayrft.core.checkpoints import RUNS, export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.doctor import doctor as examine
 from rayrft.core.placement import running_runs, starting_runs
@@ -33,7 +33,6 @@ from rayrft.files import local_path
 from rayrft.runtime.handle import root_cause, until_dead
 
 if TYPE_CHECKING:
-    from rayrft.config import RunConfig
     from rayrft.core.services import OpenService
     from rayrft.monitor.summary import RunStatus
 
@@ -54,7 +53,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     """Run a config to its end."""
     checked = load_config(config, changes(overrides))
     if checked.mode == "bench":
-        return _bench(checked)
+        return run_bench(config, overrides)
     try:
         handle = launch.start(checked, say=say)
     except RunFinished as finished:  # with on_existing: resume, the command succeeds as often as it is run
@@ -73,8 +72,20 @@ def run_bench(
     plot: Annotated[Path | None, typer.Option(parser=local_path, help="a file to write the plot to as well")] = None,
 ) -> None:
     """Evaluate models on task sets. An interrupted evaluation continues when it is run again."""
+    from rayrft.benchmark.bench import bench
+
     models = {name: str(path) for name, path in map(parse_override, model or [])}
-    _bench(config, changes(overrides), models, scores, plot)
+    try:
+        result = bench(config, models=models, say=say, **changes(overrides))
+    except SystemExit:
+        say("run the same command again to skip what is done")
+        raise
+    if scores is not None:
+        scores.write_text(result.to_json())
+    if plot is not None:
+        result.save_plot(plot)
+    say(f"\n{result.table()}\n")
+    say(f"results     {scores or result.folder / 'results.json'}\nplot        {plot or result.folder / 'plot.png'}")
 
 
 @serve.command()
@@ -338,28 +349,6 @@ def end_buffer(
     """End a Buffer. Its log stays, and the next job that names it continues it."""
     connect(start=False)
     print(f"{name}: ended; its log is in {stop_buffer(name, force=force).folder}")
-
-
-def _bench(
-    config: str | RunConfig,
-    overrides: dict[str, Any] | None = None,
-    models: dict[str, str] | None = None,
-    scores: Path | None = None,
-    plot: Path | None = None,
-) -> None:
-    from rayrft.benchmark.bench import bench
-
-    try:
-        result = bench(config, models=models, say=say, **(overrides or {}))
-    except SystemExit:
-        say("run the same command again to skip what is done")
-        raise
-    if scores is not None:
-        scores.write_text(result.to_json())
-    if plot is not None:
-        result.save_plot(plot)
-    say(f"\n{result.table()}\n")
-    say(f"results     {scores or result.folder / 'results.json'}\nplot        {plot or result.folder / 'plot.png'}")
 
 
 def _last_line(status: RunStatus) -> str:

@@ -63,12 +63,6 @@ class Recipe(Section):
         if (self.config is None) == (self.measure is None):
             raise invalid("config", "a recipe has either a config or a measure", "correct the recipe")
 
-    @property
-    def cells(self) -> list[str]:
-        """What a list of recipes says of it."""
-        hours = f"{self.gpu_hours:g} GPU hours a seed" if self.gpu_hours else ""
-        return [self.about.split("\n")[0], hours, self.source]
-
 
 def reproduce(
     name: Annotated[str | None, typer.Argument(help="a recipe of jobs/recipes, or its file; none: list them")] = None,
@@ -183,7 +177,8 @@ def _list(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError("there is no such folder", "run the command in a checkout", field="jobs/recipes")
     recipes = {file.stem: read_recipe(file) for file in sorted(folder.glob("*.yaml"))}
-    about = [[name, *recipe.cells] for name, recipe in recipes.items()]
+    hours = {name: f"{each.gpu_hours:g} GPU hours a seed" if each.gpu_hours else "" for name, each in recipes.items()}
+    about = [[name, each.about.split("\n")[0], hours[name], each.source] for name, each in recipes.items()]
     say(format_table([["recipe", "claim", "cost", "source of the band"], *about]) + "\n")
     file = folder / _RESULTS
     results = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

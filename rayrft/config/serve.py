@@ -11,7 +11,7 @@ from rayrft.config.base import LocalPath, Name, Section, invalid, section_rule
 from rayrft.config.placement import WaitConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import ConfigError
-from rayrft.runtime.serving import HAPROXY_HOSTS, LOCAL, Address, Proxy, key_digest
+from rayrft.runtime.serving import HAPROXY_HOSTS, LOCAL, HttpSettings, key_digest
 
 EDITED = "human"
 """Default name of the demonstrations that people's edits become."""
@@ -20,33 +20,13 @@ EDITED = "human"
 History = Literal["sampled", "template"]
 
 
-class HttpConfig(Section):
+class HttpConfig(HttpSettings, Section):
     """Address, keys and limits of an HTTP service."""
 
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=1, le=65535)
-    """Ray Serve has one HTTP port in a cluster, which all services share, each under ``/<its name>``."""
-    proxy: Proxy | None = None
-    """What accepts connections, once in a cluster: HAProxy leads them straight to the replicas, which answer more
-    requests than behind Ray Serve's own proxy. Clients must repeat a request whose connection ends, as the official
-    ones do. ``null`` takes what accepts connections already, or HAProxy where Ray installs it, at ``127.0.0.1``,
-    ``localhost`` and ``0.0.0.0``."""
     keys_file: LocalPath | None = None
     """A file with one API key per line."""
     keys_env: str | None = None
     """The environment variable of the driver with API keys, separated by commas."""
-    replicas: int = Field(1, ge=1)
-    """Processes that answer HTTP requests."""
-    cpus: float = Field(0.1, ge=0)
-    """CPUs of one replica."""
-    max_requests: int = Field(1024, ge=1)
-    """Open requests of a replica; further requests for an answer get status 429."""
-    max_body_kib: int = Field(4096, ge=1)
-    """Largest request body; a larger one gets status 413."""
-    body_s: float = Field(60.0, gt=0)
-    """Seconds in which the body of a request must arrive, after which it gets status 408."""
-    deadline_s: float = Field(600.0, gt=0)
-    """Seconds that a request may take, after which it gets status 504."""
 
     @section_rule
     def _keys(self) -> None:
@@ -55,11 +35,6 @@ class HttpConfig(Section):
             raise invalid("host", problem, "give keys_file or keys_env, or use 127.0.0.1", value=self.host)
         if self.proxy == "haproxy" and self.host not in HAPROXY_HOSTS:
             raise invalid("proxy", f"needs a host among {', '.join(HAPROXY_HOSTS)}", "use ray", value=self.proxy)
-
-    @property
-    def address(self) -> Address:
-        """The address of Ray Serve."""
-        return Address(self.host, self.port, self.proxy)
 
 
 def read_keys(config: HttpConfig) -> tuple[str, ...]:

@@ -53,14 +53,38 @@ class Bundles:
         return {key: round(own.get(key, 0.0) + several * value, 6) for key, value in other.items()}
 
 
-@dataclass(frozen=True)
+@dataclass
 class ClusterNode:
-    """A live node: its host name, amounts of Ray's resources (bytes of memory), its labels and its id."""
+    """A live node: its host name, amounts of Ray's resources (bytes of memory), its labels and its id; and the free
+    fraction of every GPU. What is placed on it is taken from its resources."""
 
     name: str
     resources: Mapping[str, float]
     labels: Mapping[str, str] = field(default_factory=dict)
     id: str = ""
+
+    def __post_init__(self) -> None:
+        self.resources = self._free = defaultdict(float, self.resources)
+        whole, rest = divmod(self._free["GPU"] + _TOLERANCE, 1)
+        self._gpus = [1.0] * int(whole) + ([rest] if rest > 2 * _TOLERANCE else [])
+
+    def score(self, bundle: dict[str, float]) -> float:
+        """Return the share of the resources that would remain, as Ray scores nodes; -1 if the bundle does not fit."""
+        left = [(self._free[key] - value, self._free[key]) for key, value in bundle.items() if value]
+        return -1.0 if any(rest < -_TOLERANCE for rest, _ in left) else sum(rest / free for rest, free in left)
+
+    def take(self, bundle: dict[str, float]) -> bool:
+        """Place a bundle if it fits, a fraction on the fullest GPU that can hold it, as Ray does; return whether."""
+        gpus = bundle.get("GPU", 0.0)
+        share, count = (gpus, 1 if gpus else 0) if gpus < 1 else (1.0, int(gpus))
+        fitting = sorted((room, index) for index, room in enumerate(self._gpus) if room >= share - _TOLERANCE)
+        if self.score(bundle) < 0 or len(fitting) < count:
+            return False
+        for _, index in fitting[:count]:
+            self._gpus[index] -= share
+        for key, value in bundle.items():
+            self._free[key] -= value
+        return True
 
 
 def check_placement(parts: list[Bundles], nodes: Sequence[ClusterNode], which: str = "free") -> None:
@@ -81,7 +105,7 @@ def check_placement(parts: list[Bundles], nodes: Sequence[ClusterNode], which: s
             needed, there = (f"{amount / scale:.4g}{unit}" for amount in (need[resource], available))
             problem = f"the run needs {needed} {resource} and the cluster has {there} {which}: {show_nodes(nodes)}"
             raise PlacementError(problem, f"lower {keys}, {others}", field="placement")
-    left = [_Node(node) for node in nodes]
+    left = [replace(node) for node in nodes]
     for part in parts:
         placed = _place(part, left)
         if placed < part.count:
@@ -131,7 +155,7 @@ def fitting_nodes(parts: list[Bundles]) -> set[str]:
     """Return the ids of the nodes on which one of the bundles could be placed if all were free."""
     nodes = cluster_nodes(ray_api.total_resources_per_node())
     one = [replace(part, count=1) for part in parts]
-    return {node.id for node in nodes if any(_place(part, [_Node(node)]) for part in one)}
+    return {node.id for node in nodes if any(_place(part, [replace(node)]) for part in one)}
 
 
 def total_resources(parts: list[Bundles]) -> dict[str, float]:
@@ -140,36 +164,7 @@ def total_resources(parts: list[Bundles]) -> dict[str, float]:
     return {key: round(sum(part.bundle.get(key, 0.0) * part.count for part in parts), 6) for key in keys}
 
 
-class _Node:
-    """Free resources of a node, and the free fraction of every GPU."""
-
-    def __init__(self, node: ClusterNode) -> None:
-        self.name = node.name
-        self.labels = node.labels
-        self.resources = defaultdict(float, node.resources)
-        whole, rest = divmod(self.resources["GPU"] + _TOLERANCE, 1)
-        self.gpus = [1.0] * int(whole) + ([rest] if rest > 2 * _TOLERANCE else [])
-
-    def score(self, bundle: dict[str, float]) -> float:
-        """Return the share of the resources that would remain, as Ray scores nodes; -1 if the bundle does not fit."""
-        left = [(self.resources[key] - value, self.resources[key]) for key, value in bundle.items() if value]
-        return -1.0 if any(rest < -_TOLERANCE for rest, _ in left) else sum(rest / free for rest, free in left)
-
-    def take(self, bundle: dict[str, float]) -> bool:
-        """Place a bundle if it fits, a fraction on the fullest GPU that can hold it, as Ray does; return whether."""
-        gpus = bundle.get("GPU", 0.0)
-        share, count = (gpus, 1 if gpus else 0) if gpus < 1 else (1.0, int(gpus))
-        fitting = sorted((room, index) for index, room in enumerate(self.gpus) if room >= share - _TOLERANCE)
-        if self.score(bundle) < 0 or len(fitting) < count:
-            return False
-        for _, index in fitting[:count]:
-            self.gpus[index] -= share
-        for key, value in bundle.items():
-            self.resources[key] -= value
-        return True
-
-
-def _place(part: Bundles, nodes: list[_Node]) -> int:
+def _place(part: Bundles, nodes: list[ClusterNode]) -> int:
     """Place the bundles of a part on the nodes with its labels, those with most room first; return how many fit. As Ray
     does, PACK fills a node before the next, SPREAD takes the nodes in turn."""
     order = [node for node in nodes if all(_has_label(node.labels, *label) for label in part.labels.items())]
@@ -195,7 +190,7 @@ def show_amounts(resources: Mapping[str, float]) -> str:
     return f"{cpus:.4g} CPU, {gpus:.4g} GPU, {memory / GIB:.4g} GiB"
 
 
-def show_nodes(nodes: Sequence[ClusterNode | _Node]) -> str:
+def show_nodes(nodes: Sequence[ClusterNode]) -> str:
     """Return the resources of the nodes, those with the most first."""
     kinds = ("GPU", "CPU", "memory")
     found = sorted(nodes, key=lambda node: [node.resources.get(kind, 0.0) for kind in kinds], reverse=True)

@@ -22,10 +22,10 @@ from rayrft.runtime.handle import Handle
 from rayrft.trainer.api import RankApi
 from rayrft.trainer.trainer import Trainer, ask_ranks
 
-STORAGE = Path("runs")
+RUNS = Path("runs")
 
 
-def find_folder(run: str, storage: Path = STORAGE) -> Path:
+def find_folder(run: str, storage: Path = RUNS) -> Path:
     """Return the folder of a run, given as a folder or as a name in ``storage``. Raises RunNotFound."""
     for folder in (Path(run), storage / run):
         if (folder / "config.yaml").is_file():

@@ -11,7 +11,7 @@ from rayrft.config import RunConfig
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.explorer import EngineConfig
 from rayrft.core.bundles import Bundles
-from rayrft.core.placement import PlacedClass, Placement
+from rayrft.core.placement import Placement
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.runtime.handle import Handle, TrackedHandle, answer, fence
@@ -35,7 +35,8 @@ class EngineModel:
 
 
 class EngineGroup:
-    """The engines of a model, named ``<name>-<index>``, one per bundle of a placement ``group``, and their pool.
+    """The engines of a model, named ``<name>-<index>``, one per bundle of a placement ``group``, and their pool; by
+    default those of the policy.
 
     ``waits`` records the calls of the actors in a run, whose Master replaces engines that die. ``replaced``: whether
     another actor does, to which the group is sent.
@@ -45,17 +46,16 @@ class EngineGroup:
         self,
         placement: Placement,
         model: EngineModel,
-        group: str,
-        name: str,
-        pool: str,
+        group: str = "engines",
+        name: str = "engine",
+        pool: str = "engine_pool",
         waits: Waits | None = None,
         replaced: bool = False,
     ) -> None:
         self._model, self._placement, self._group, self._name, self._waits = model, placement, group, name, waits
-        placed = placement.actor(EnginePool, "engine_pool", name=pool, restarts=-1)
-        self.pool = _tracked(placed.create(replaced=replaced or waits is not None), waits)
-        self._classes = list(map(self._class, range(placement.count(group))))
-        self.engines = [_tracked(each.create(), waits) for each in self._classes]
+        create_pool = placement.actor(EnginePool, "engine_pool", name=pool, restarts=-1)
+        self.pool = _tracked(create_pool(replaced=replaced or waits is not None), waits)
+        self.engines = list(map(self._create, range(placement.count(group))))
         self.lost: set[str] = set()
         """Names of engines that have died and are not replaced, or that leave."""
         self.emptied = asyncio.Event()
@@ -64,13 +64,6 @@ class EngineGroup:
         """GPUs of trainer ranks that engines use, by the engines' indices."""
         self.loaded: list[Member] = []
         """Evaluation engines with the weights that they were sent last."""
-
-    @classmethod
-    def policy(
-        cls, placement: Placement, model: EngineModel, waits: Waits | None = None, replaced: bool = False
-    ) -> EngineGroup:
-        """Create the rollout engines of a policy."""
-        return cls(placement, model, "engines", "engine", "engine_pool", waits, replaced)
 
     @classmethod
     def auxiliary(
@@ -100,7 +93,7 @@ class EngineGroup:
     async def replace(self, engine: Handle[RolloutEngine]) -> None:
         """Create and start the successor of an engine that is dead; it takes no requests yet."""
         index = self.engines.index(engine)
-        engine.succeed(self._classes[index].create())
+        engine.succeed(self._create(index))
         await self._start(index)
         self.lost.discard(engine.name)
 
@@ -124,12 +117,11 @@ class EngineGroup:
     def grow(self) -> None:
         """Create one more engine, which is not started yet; outside of event loops. Raises PlacementError."""
         self._placement.extend(self._group, len(self.engines))
-        self._classes.append(self._class(len(self.engines)))
-        self.engines.append(_tracked(self._classes[-1].create(), self._waits))
+        self.engines.append(self._create(len(self.engines)))
 
     async def shrink(self) -> None:
         """End the last engine; the others answer its requests."""
-        engine, _ = self.engines.pop(), self._classes.pop()
+        engine = self.engines.pop()
         await self.pool.call(EnginePool.leave, engine.untracked, "the run is scaled down")
         await fence(engine)
         self._placement.shrink(self._group, len(self.engines))
@@ -138,8 +130,9 @@ class EngineGroup:
         """Let engines take requests with the weights that they were started with."""
         return self.pool.call(EnginePool.join, [Member(engine, 0) for engine in engines])
 
-    def _class(self, index: int) -> PlacedClass[[], RolloutEngine]:
-        return self._placement.actor(RolloutEngine, self._group, name=f"{self._name}-{index}", bundle=index)
+    def _create(self, index: int) -> Handle[RolloutEngine]:
+        create = self._placement.actor(RolloutEngine, self._group, name=f"{self._name}-{index}", bundle=index)
+        return _tracked(create(), self._waits)
 
     def _start(self, index: int) -> Awaitable[None]:
         model = self._model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,8 +30,10 @@ class Evaluations:
     def __init__(self, loop: TrainLoop, saving: Saver) -> None:
         self._loop, self._saving = loop, saving
         self._running: asyncio.Future[list[EvaluationRecord]] | None = None
+        self._stage: StageConfig
         self._step = 0
-        """Step that the latest evaluation is of."""
+        self._other: EvaluationConfig | None = None
+        """Stage and step that the latest evaluation is of, and the other config than the run's."""
         self._skipped = 0
 
     async def begin(
@@ -54,22 +55,21 @@ class Evaluations:
             text = f"no evaluation: that of step {self._step} has not ended"
             await loop.recorder.note(text, stage.name, progress.step)
             return None
-        step = self._step = progress.step
+        self._stage, self._step, self._other = stage, progress.step, other
         try:
             engines = await self._load()
         except ray_api.ACTOR_ERRORS as died:
-            await self._lose(stage, step, died, other)
+            await self._lose(died)
             return None
-        if engines is None and not stage.groups:
-            await loop.publish()
-        evaluating = self._evaluate(stage, step, progress.stage_step, engines is not None, other)
         if engines is None:
-            self._running = asyncio.ensure_future(evaluating)
+            if not stage.groups:
+                await loop.publish()
+            self._running = asyncio.ensure_future(self._evaluate(progress.stage_step, beside=False))
             await self._running
         else:
             if other is None:
-                self._saving.checkpoints.evaluating.add(step)
-            self._running = asyncio.ensure_future(self._beside(engines, evaluating, stage, step, other))
+                self._saving.checkpoints.evaluating.add(progress.step)
+            self._running = asyncio.ensure_future(self._beside(engines, progress.stage_step))
         return self._running
 
     def check(self) -> None:
@@ -100,33 +100,25 @@ class Evaluations:
         await engines.pool.call(EnginePool.join, engines.loaded)
         return engines
 
-    async def _beside(
-        self,
-        engines: EngineGroup,
-        evaluating: Awaitable[list[EvaluationRecord]],
-        stage: StageConfig,
-        step: int,
-        other: EvaluationConfig | None,
-    ) -> list[EvaluationRecord]:
+    async def _beside(self, engines: EngineGroup, stage_step: int) -> list[EvaluationRecord]:
         """Evaluate during training. Without evaluation engines that are alive, the evaluation is lost."""
         died = partial(ActorDied, "all evaluation engines died", field="evaluation")
         try:
-            return await unless(engines.emptied.wait(), died, evaluating)
+            return await unless(engines.emptied.wait(), died, self._evaluate(stage_step, beside=True))
         except ActorDied as error:
-            await self._lose(stage, step, error, other)
+            await self._lose(error)
             return []
 
-    async def _lose(self, stage: StageConfig, step: int, error: BaseException, other: EvaluationConfig | None) -> None:
+    async def _lose(self, error: BaseException) -> None:
         self._skipped += 1
-        if other is None:
-            self._saving.evaluated(step, None)
-        text = f"the evaluation of step {step} is lost: {root_cause(error)}"
-        await self._loop.recorder.note(text, stage.name, step)
+        if self._other is None:
+            self._saving.evaluated(self._step, None)
+        text = f"the evaluation of step {self._step} is lost: {root_cause(error)}"
+        await self._loop.recorder.note(text, self._stage.name, self._step)
 
-    async def _evaluate(
-        self, stage: StageConfig, step: int, stage_step: int, beside: bool, other: EvaluationConfig | None
-    ) -> list[EvaluationRecord]:
-        loop, records, config = self._loop, [], other or self._loop.config.evaluation
+    async def _evaluate(self, stage_step: int, *, beside: bool) -> list[EvaluationRecord]:
+        stage, step, loop, records = self._stage.name, self._step, self._loop, list[EvaluationRecord]()
+        config = self._other or loop.config.evaluation
         for number, temperature in enumerate(config.temperatures):
             started = time.perf_counter()
             explorer = loop.explorers[0]
@@ -137,14 +129,14 @@ class Evaluations:
                 problem = f"answers were sampled under versions {[*result.versions]} in an evaluation of version {step}"
                 remedy = "an engine was sent weights meanwhile, which is a bug: please report it"
                 raise WeightSyncError(problem, remedy, field="evaluation")
-            if number == 0 and other is None:
+            if number == 0 and self._other is None:
                 self._saving.evaluated(step, result.accuracy.value if result.count else None)
             skipped, self._skipped = self._skipped, 0
-            record = EvaluationRecord.of(stage.name, step, stage_step, temperature, result, seconds, skipped)
+            record = EvaluationRecord.of(stage, step, stage_step, temperature, result, seconds, skipped)
             await loop.recorder.add(record)
             records.append(record)
             if result.unknown:
                 reasons = ", ".join(f"{count} {reason}" for reason, count in [*result.unknown.items()][:3])
                 text = f"held-out attempts without a reward: {reasons}"
-                await loop.recorder.note(f"{text}; {result.error}" if result.error else text, stage.name, step)
+                await loop.recorder.note(f"{text}; {result.error}" if result.error else text, stage, step)
         return records

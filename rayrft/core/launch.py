@@ -147,8 +147,8 @@ def _place(checked: RunConfig, progress: Progress | None, guard: Guard, say: Cal
         (checked.folder / "summary.json").unlink(missing_ok=True)
 
     guard.until_up()  # before there is a Master
-    placed = placement.actor(Master, "master", name="master", restarts=checked.restarts.per_hour)
-    master = placed.create(checked, began)
+    create = placement.actor(Master, "master", name="master", restarts=checked.restarts.per_hour)
+    master = create(checked, began)
     guard.attend(master)
     outcome = master.call(Master.run, [ray.put(prepared)])
     return Run(checked.name, checked.folder, master, outcome, earlier, guard)

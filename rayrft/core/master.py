@@ -83,7 +83,18 @@ class Master(Watched):
         self._loop: TrainLoop | ExploreLoop | None = None
         self._sync: WeightSync | None = None
         self._waits, self._scaling = Waits("master", Trace(config.trace_folder, "master")), asyncio.Lock()
-        self._stalls: StallMonitor | None = None
+        self._stalls = StallMonitor(
+            self._waits,
+            {},
+            self._note,
+            config.monitor.patience_s,
+            config.monitor.stall_s,
+            config.restarts.silent_s,
+            lambda name: self._restarts.kill(name),
+            partial(self._look, dump),
+            partial(self._look, is_stopped),
+            starting=True,
+        )
         self._summary: Summary | None = None
         self._drained, self._replaced = set[str](), set[str]()
 
@@ -129,8 +140,6 @@ class Master(Watched):
             return status_at_end(self._summary, self._config.folder)
         stats = await self._stats() if self._status == "running" else None
         version, ledger = self._known
-        overdue = self._stalls.overdue if self._stalls is not None else []
-        ledger = stats.ledger if stats else ledger
         since = self._steering.paused_since
         return RunStatus(
             self._config.name,
@@ -139,8 +148,8 @@ class Master(Watched):
             step=self._progress.step,
             version=version,
             folder=self._config.folder,
-            waiting=overdue,
-            ledger=ledger,
+            waiting=self._stalls.overdue,
+            ledger=stats.ledger if stats else ledger,
             paused_since=None if since is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since)),
         )
 
@@ -158,7 +167,7 @@ class Master(Watched):
         key = "explorer.engine.count"
         config, parts = load_config(self._config, {key: engines}), self._parts
         group = parts[PolicyEngines].group if parts is not None else None
-        if group is None or self._status != "running" or config.colocated:
+        if parts is None or group is None or self._status != "running" or config.colocated:
             problem = "the run has no rollout engines, is not up yet, or has an engine beside each rank"
             raise ConfigError(problem, "resume it with another number", field=key, value=engines)
         async with self._scaling:
@@ -175,10 +184,9 @@ class Master(Watched):
                 raise root_cause(failure) from None
             while len(group.engines) > engines:
                 await group.shrink()
-            assert self._parts is not None and self._stalls is not None  # the run is up
             for engine in added:
-                self._restarts.add(self._parts[PolicyEngines], engine)
-            self._stalls.heartbeats = self._heartbeats(self._parts)
+                self._restarts.add(parts[PolicyEngines], engine)
+            self._stalls.heartbeats = self._heartbeats(parts)
             self._steering.config = load_config(self._config, {key: engines})
             self._adopt(self._steering.config)
             await asyncio.to_thread(lambda: write_config(load_config(config.folder / "config.yaml", {key: engines})))
@@ -226,8 +234,7 @@ class Master(Watched):
             if not self._taken_over:
                 await self._note(await asyncio.to_thread(locate_files, self._config, placement))
             shared = await asyncio.to_thread(open_shared_buffer, self._config) if self._config.buffer.name else None
-            logged, monitor = self._progress.logged, self._config.monitor
-            waits, taken_over = self._waits, self._taken_over
+            waits, logged, taken_over = self._waits, self._progress.logged, self._taken_over
             parts = RunParts(KINDS, self._config, prepared, placement, waits, logged, shared, taken_over)
             parts.actors()
             self._parts = parts
@@ -235,18 +242,7 @@ class Master(Watched):
             self._restarts = Restarts(parts, self._config.restarts, self._note_restart, self._blame, self._note, before)
             self._loop = await self._make_loop(parts)
             parts.admit, parts.idle_ranks = self._admit_replaced, self._changing_weights
-            self._stalls = StallMonitor(
-                self._waits,
-                self._heartbeats(parts),
-                self._note,
-                monitor.patience_s,
-                monitor.stall_s,
-                self._config.restarts.silent_s,
-                self._restarts.kill,
-                partial(self._look, dump),
-                partial(self._look, is_stopped),
-            )
-            self._stalls.starting = True
+            self._stalls.heartbeats = self._heartbeats(parts)
             watches = {**self._restarts.watches(), "stalls": self._stalls.watch()}
             await supervise(self._run(parts), watches)
         except Stopped:
@@ -321,7 +317,7 @@ class Master(Watched):
                 loop.trained_by = loop.trainer.actor
             died = ActorDied("its process died", field="master")
             await self._note_restart("master", "master", died, time.monotonic() - self._started)
-            self._up()
+            self._status, self._stalls.starting = "running", False
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._run_again(parts))
@@ -330,11 +326,6 @@ class Master(Watched):
                 self._taken_over = False
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
-
-    def _up(self) -> None:
-        self._status = "running"
-        if self._stalls is not None:
-            self._stalls.starting = False
 
     async def _run_again(self, parts: RunParts) -> None:
         """Run the stages from the latest checkpoint on, with the actors of now."""
@@ -418,7 +409,7 @@ class Master(Watched):
             await self._recorder.note(warning)
         if isinstance(loop, TrainLoop):
             await loop.restore()
-        self._up()
+        self._status, self._stalls.starting = "running", False
         policy = parts[PolicyEngines].group
         report = await self._admit(policy.engines) if policy is not None else None
         messages = list(filter(None, [await part.open() for part in parts]))
@@ -474,8 +465,7 @@ class Master(Watched):
         Room.limit_s = config.monitor.stall_s / 2
         if self._parts is not None:
             self._parts.config = config
-        if self._stalls is not None:
-            self._stalls.patience_s, self._stalls.stall_s = config.monitor.patience_s, config.monitor.stall_s
+        self._stalls.patience_s, self._stalls.stall_s = config.monitor.patience_s, config.monitor.stall_s
 
     async def _note(self, text: str, **data: Any) -> None:
         await self._recorder.note(text, step=self._progress.step, **data)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Generic, ParamSpec, TypeVar
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar
 
 from rayrft.core.bundles import GIB, REPORTING_S, Bundles, cluster_nodes, show_amounts, show_nodes, total_resources
 from rayrft.errors import PlacementError
@@ -61,18 +61,6 @@ def starting_runs() -> list[str]:
     suffix = actor_name("", _NAME)
     reserved = {group["name"].removesuffix(suffix) for group in _groups() if group["name"].endswith(suffix)}
     return sorted(reserved - {*running_runs()})
-
-
-@dataclass(frozen=True)
-class PlacedClass(Generic[P, T]):
-    """An actor class whose actors run in a part's bundle; it may be sent to other processes."""
-
-    name: str
-    remote_class: Any
-
-    def create(self, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        """Create an actor and return at once. References among the arguments are resolved."""
-        return Handle(self.name, self.remote_class.remote(*args, **kwargs))
 
 
 class Placement:
@@ -146,8 +134,9 @@ class Placement:
 
     def actor(
         self, cls: Callable[P, T], part: str, *, name: str | None = None, bundle: int = -1, restarts: int = 0
-    ) -> PlacedClass[P, T]:
-        """Return an actor class placed in a bundle of its part; bundle -1 is any.
+    ) -> Callable[P, Handle[T]]:
+        """Return a function that creates an actor in a bundle of its part, and returns at once; bundle -1 is any.
+        References among its arguments are resolved.
 
         The actor is named ``<run>:<name>``, or anonymous without ``name``. Ray restarts it up to ``restarts`` times
         when it dies (-1: no limit), and retries the calls in flight.
@@ -163,7 +152,12 @@ class Placement:
         options |= {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), "memory": resources["memory"]}
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         where = strategy(added or self._groups[part], placement_group_bundle_index=0 if added else bundle)
-        return PlacedClass(name or part, ray.remote(cls).options(scheduling_strategy=where, **options))
+        placed = ray.remote(cls).options(scheduling_strategy=where, **options)
+
+        def create(*args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+            return Handle(name or part, placed.remote(*args, **kwargs))
+
+        return create
 
     @property
     def nodes(self) -> set[str]:

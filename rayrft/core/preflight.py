@@ -62,8 +62,6 @@ class PreparedRun:
     """Messages from rewards, and counts of long prompts and skipped demonstrations, shown at start."""
     key_digests: tuple[str, ...] = ()
     """Digests of the endpoint's API keys."""
-    drop_equal: bool = False
-    """Whether nothing can be learnt from a group of sessions with equal rewards."""
     engine_share: float | None = None
     """Share of its GPU that a rollout engine takes; None: see `EngineConfig.gpu_share`."""
     attention: float = 0.0
@@ -147,7 +145,6 @@ def prepare(
         notices += [f"model.path: reasoning in the form of {form} is not read: rewards and endpoint take it as answer"]
     demonstrations, skipped = load_demonstrations(config, splits, tokenizer)
     compared = chain(splits.evaluation, splits.train, _PROBES) if config.rolls_out else []
-    learns = [stage.algorithm.build() for stage in config.stages if stage.groups]
     return PreparedRun(
         run_id=run_id,
         model=model,
@@ -160,7 +157,6 @@ def prepare(
         probe=choose_probe(compared, tokenizer, max_length),
         notices=(*_slow_models(config), *notices, *skipped),
         key_digests=keys,
-        drop_equal=config.explorer.drop_zero_variance and all(each.zero_advantage_is_noop for each in learns),
         attention=models.attention_cost(model),
     )
 

@@ -21,7 +21,7 @@ from rayrft.errors import ActorDied, ActorUnreachable, DeviceFailed, NotFinite, 
 from rayrft.explorer.explorer import Explorer, Timings
 from rayrft.monitor.records import RestartRecord
 from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle, Watched, fence, root_cause, until_failed, until_restarted
+from rayrft.runtime.handle import Handle, Watched, fence, root_cause, until_failed, until_restarted, when_reachable
 from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import cancel
 
@@ -33,8 +33,6 @@ _LONGEST_S = 60.0
 """Longest time before a restart."""
 _GRACE_S = 5.0
 """Time in which the death of an actor becomes known after a failure, which it may have caused."""
-_AWAY_S = 1.0
-"""Seconds between calls of an actor that cannot be reached."""
 _DEATHS = (ActorDied, ActorUnreachable, DeviceFailed, RowsFailed, NotFinite)
 """Errors of an actor that a restart may fix: the others have their cause in the config, the data or the program."""
 
@@ -140,9 +138,7 @@ class Restarts:
         while True:
             known = self._restarts[actor.name]
             try:
-                return await call()
-            except ray.exceptions.ActorUnavailableError:
-                await asyncio.sleep(_AWAY_S)  # Ray has no event for its return
+                return await when_reachable(call)
             except ray_api.ACTOR_ERRORS:
                 async with self._changed:
                     await self._changed.wait_for(lambda: self._over or self._restarts[actor.name] > known)  # noqa: B023 - at once
@@ -233,7 +229,12 @@ class Restarts:
                     break
                 except (ray.exceptions.RayError, RayrftError) as error:  # it died again, or another actor did
                     cause = root_of_death(error, actor.name)
-            await self._end(part, actor, cause, time.monotonic() - died)
+            async with self._changed:
+                del self._dead[actor.name]
+                self._restarts[actor.name] += 1
+                self._died_at = time.monotonic()
+                self._changed.notify_all()
+            await self._say(part.name, actor.name, cause, time.monotonic() - died)
 
     async def _watch_added(self) -> None:
         async with asyncio.TaskGroup() as watches:
@@ -275,11 +276,3 @@ class Restarts:
         await part.lost(actor)
         await fence(actor)
         await part.replace(actor)
-
-    async def _end(self, part: Part[Any], actor: Handle[Any], cause: RayrftError, seconds: float) -> None:
-        async with self._changed:
-            del self._dead[actor.name]
-            self._restarts[actor.name] += 1
-            self._died_at = time.monotonic()
-            self._changed.notify_all()
-        await self._say(part.name, actor.name, cause, seconds)

@@ -93,7 +93,7 @@ def serve_rewards(config: RewardServiceConfig, say: Callable[[str], None] = prin
     name, arguments = f"{config.name}:http", (config, keys, service)
     application = HttpApplication(name, config.name, http, owner, build_reward_endpoint, arguments)
     with contextlib.ExitStack() as closing:
-        anchor = closing.enter_context(rewards_open(service, owner, http.address, http=True))
+        anchor = closing.enter_context(rewards_open(service, owner, http, http=True))
         closing.callback(delete_applications, name)
         return OpenService(f"{application.open()}/v1", anchor, closing.pop_all())
 
@@ -132,12 +132,12 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
     with contextlib.ExitStack() as closing:
         closing.callback(placement.remove)
         placement.reserve([each.name for each in plan if not each.served], config.placement.wait_s, say)
-        group = engine_groups.EngineGroup.policy(placement, engine_groups.policy_model(config, path), replaced=True)
+        group = engine_groups.EngineGroup(placement, engine_groups.policy_model(config, path), replaced=True)
         closing.callback(lambda: end(group.actors))
         engine_groups.serve_engines([group], stall_s)
         address, keep = config.transport_options["address"], config.weight_sync.kv_cache == "keep"
-        placed = placement.actor(WeightFollower, "engine_pool", name="follower")
-        follower = placed.create(address, keep, group, config.restarts)
+        create = placement.actor(WeightFollower, "engine_pool", name="follower")
+        follower = create(address, keep, group, config.restarts)
         closing.callback(follower.kill)
         say(f"waits for weights at {address}")
         version = answer(follower.call(WeightFollower.start, workers), "follower", stall_s)

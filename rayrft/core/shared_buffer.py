@@ -25,9 +25,9 @@ def open_shared_buffer(config: RunConfig) -> Handle[SharedBuffer]:
     assert name is not None  # checked by the caller
     placement = Placement(_PREFIX + name, [BUFFER], detached=True)
     placement.reserve([BUFFER.name])
-    shared = placement.actor(SharedBuffer, BUFFER.name, name=BUFFER.name, restarts=-1)
+    create = placement.actor(SharedBuffer, BUFFER.name, name=BUFFER.name, restarts=-1)
     settings = config.buffer, config.seed, config.monitor.stall_s / 2, config.plugins
-    buffer = shared.create(name, folder, *settings)
+    buffer = create(name, folder, *settings)
     try:
         answer(buffer.call(SharedBuffer.check, folder, config.buffer), buffer.name)
     except ActorDied:  # it could not begin

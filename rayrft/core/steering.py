@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -139,9 +139,8 @@ class Steering:
         for *_, answer in self._requests:
             answer.cancel()
 
-    async def border(self, loop: TrainLoop, hold: Callable[[asyncio.Future[Any]], Awaitable[Any]]) -> None:
-        """Serve the requests so far, and hold the run while it is paused. ``hold`` awaits a future, unless the run is
-        stopped or an Explorer fails, which it raises."""
+    async def border(self, loop: TrainLoop) -> None:
+        """Serve the requests so far, and hold the run while it is paused. Raises as `TrainLoop.unless_ended`."""
         while self._later and (step := self._later[0].step) <= self._progress.step:
             again = [self._later.popleft() for change in [*self._later] if change.step == step]
             await self._make(loop, load_config(self.config, {each.key: each.new for each in again}), again)
@@ -161,11 +160,7 @@ class Steering:
                         answer.cancel()  # if another error ends the run
                 self._arrived.clear()
                 if self.paused_since is not None:
-                    arrived = asyncio.ensure_future(self._arrived.wait())
-                    try:
-                        await hold(arrived)
-                    finally:
-                        arrived.cancel()
+                    await loop.unless_ended(asyncio.ensure_future(self._arrived.wait()))
         except Exception:  # and not a rewind, which cancels: the run is paused again after the same step
             if self.paused_since is not None:
                 await self.unpause(loop)

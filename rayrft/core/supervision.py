@@ -208,8 +208,9 @@ async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T:
 def root_of_death(error: BaseException, name: str) -> RayrftError:
     """Return the root cause of the death of an actor, with the addresses of the actor and of this process."""
     cause = root_cause(error, name)
-    if isinstance(error, ray.exceptions.RayActorError) and not error.actor_init_failed:
-        cause.problem += _seen(error.actor_id)
+    actor = error.actor_id if isinstance(error, ray.exceptions.RayActorError) and not error.actor_init_failed else None
+    if actor and ray.is_initialized() and (found := ray_api.actors(actor)):
+        cause.problem += f", on {found['Address']['IPAddress']}, seen from {ray.util.get_node_ip_address()}"
     return cause
 
 
@@ -218,9 +219,3 @@ async def _watch(name: str, watch: Awaitable[Any]) -> None:
         await watch
     except Exception as error:
         raise root_of_death(error, name) from None
-
-
-def _seen(actor: str | None) -> str:
-    """Return the addresses of an actor, by its id, and of this process, as the end of a sentence; "" if unknown."""
-    found = ray_api.actors(actor) if actor and ray.is_initialized() else None
-    return f", on {found['Address']['IPAddress']}, seen from {ray.util.get_node_ip_address()}" if found else ""

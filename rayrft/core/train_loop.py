@@ -69,6 +69,8 @@ class TrainLoop:
     """Version of the weights that the engines have."""
     attention: float = 0.0
     """See `StagePlan`."""
+    exploring: asyncio.Future[list[None]] = field(init=False)
+    """The calls of the Explorers that fill the Buffer in the current stage."""
 
     def __post_init__(self) -> None:
         self.published = self.progress.step
@@ -170,13 +172,13 @@ class TrainLoop:
         await self.open(stage)
         explorers = self.explorers if stage.groups else []
         explore = partial(self.restarts.explore, self.buffer, lambda: self.config.stages[progress.stage])
-        exploring = asyncio.gather(*map(explore, explorers))
+        self.exploring = asyncio.gather(*map(explore, explorers))
         try:
             if self.steering is not None and self.steering.paused_since is not None:  # it was before a rewind
-                await self.steering.border(self, partial(self.unless_ended, exploring=exploring))
+                await self.steering.border(self)
             while progress.stage_step < stage.steps:
                 try:
-                    await self._step(stage, exploring)
+                    await self._step(stage)
                 except LeaseEnded as ended:
                     if ended.value != "end_of_data":
                         raise
@@ -188,9 +190,9 @@ class TrainLoop:
         finally:
             try:
                 await self.buffer.call(Buffer.close_stage, stage.name)
-                await self.end_exploring(exploring)
+                await self.end_exploring()
             finally:
-                await cancel(exploring)
+                await cancel(self.exploring)
         if not stage.groups:
             await self.publish()
         await self._saving.export(stage.name)
@@ -219,7 +221,9 @@ class TrainLoop:
             await self._saving.restore(whole=True)
             message = f"resumes after {progress.stage_step} steps"
         else:
-            message = self._describe(stage)
+            batch = [f"{stage.groups} groups of {stage.group_size}"] * bool(stage.groups)
+            batch += [f"{stage.expert_rows} expert rows"] * bool(stage.expert_rows)
+            message = f"{stage.algorithm.name}, {stage.steps} steps of {' + '.join(batch)}"
         if weights is not None:
             await self.publish()
         await self.recorder.note(f"stage {stage.name!r}: {message}", stage.name, progress.step)
@@ -227,14 +231,14 @@ class TrainLoop:
             await self._evaluate(stage)
         await self.buffer.call(Buffer.open_stage, plan_stage(self.config, stage, self.progress, self.attention))
 
-    async def _step(self, stage: StageConfig, exploring: asyncio.Future[list[None]]) -> None:
+    async def _step(self, stage: StageConfig) -> None:
         """Take one optimiser step: lease, train, acknowledge, publish, admit."""
         progress, started = self.progress, time.perf_counter()
         step, before = progress.step, self.ledger
         self._saving.check()
         self._evaluations.check()
         async with contextlib.AsyncExitStack() as changing:
-            processed, results, waited_s = await self.train(step, exploring, changing)
+            processed, results, waited_s = await self.train(step, changing)
             lease = processed.lease
             self.ledger = await self.buffer.call(Buffer.ack, step, group_value_errors(results))
             trained_s = time.perf_counter() - started - waited_s
@@ -265,7 +269,7 @@ class TrainLoop:
         if self.steering is not None:  # before new groups are admitted, so that changes apply to all of them
             if not repeated:
                 await self.steering.guard(self, record)
-            await self.steering.border(self, partial(self.unless_ended, exploring=exploring))
+            await self.steering.border(self)
         await self.buffer.call(Buffer.advance, self.published)
         if not repeated and not record.metrics.skipped_updates:
             await self.doubt(stage, lease, results[0])
@@ -283,7 +287,7 @@ class TrainLoop:
         self._gap_noted = self._gap_noted or gap is not None
 
     async def train(
-        self, step: int, exploring: asyncio.Future[list[None]], changing: contextlib.AsyncExitStack
+        self, step: int, changing: contextlib.AsyncExitStack
     ) -> tuple[ProcessedLease, list[StepResult], float]:
         """Lease the batch of the step and train on it; return the lease, the results by rank, and the seconds spent
         waiting for the batch. Until ``changing`` is closed, the weights are sent to no engine but by `publish`. A
@@ -294,7 +298,7 @@ class TrainLoop:
         for _ in range(_ATTEMPTS):
             asked = time.perf_counter()
             leasing = asyncio.ensure_future(self.buffer.call(Buffer.lease, step, ranks, stall_s))
-            lease = await self.unless_ended(leasing, exploring)
+            lease = await self.unless_ended(leasing)
             waited_s += time.perf_counter() - asked
             if (processed := await self._process(lease)) is None:
                 continue
@@ -353,20 +357,19 @@ class TrainLoop:
         if message := self._bottleneck.verdict(self.config.max_staleness, explores=self.config.mode == "both"):
             await self.recorder.note(message, stage.name, self.progress.step)
 
-    async def unless_ended(self, work: asyncio.Future[R], exploring: asyncio.Future[list[None]]) -> R:
+    async def unless_ended(self, work: asyncio.Future[R]) -> R:
         """Return the result of ``work``, or cancel it. Raises Stopped if the run is stopped first, or the error of an
         Explorer."""
-        stop = asyncio.ensure_future(self.stop.wait())
+        stop, exploring = asyncio.ensure_future(self.stop.wait()), self.exploring
         try:
-            while True:
-                if self.stop.is_set():
-                    raise Stopped
+            while not self.stop.is_set():
                 if exploring.done():
                     exploring.result()
                 if work.done():
                     return work.result()
                 running: set[asyncio.Future[Any]] = {stop, work} if exploring.done() else {stop, work, exploring}
                 await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            raise Stopped
         finally:
             stop.cancel()
             work.cancel()
@@ -375,16 +378,11 @@ class TrainLoop:
         """Publish after a step, unless the stage samples no groups."""
         return await self.publish() if stage.groups else None
 
-    async def end_exploring(self, exploring: asyncio.Future[list[None]]) -> None:
+    async def end_exploring(self) -> None:
         """Wait until the Explorer has abandoned its groups, as it does once the stage is closed."""
         stall_s = self.config.monitor.stall_s
         try:
-            await asyncio.wait_for(exploring, stall_s)
+            await asyncio.wait_for(self.exploring, stall_s)
         except TimeoutError:
             problem = f"groups were not abandoned within {stall_s:g} s of the end of the stage"
             raise Stalled(problem, "see its log in the Ray dashboard", field="explorer") from None
-
-    def _describe(self, stage: StageConfig) -> str:
-        batch = [f"{stage.groups} groups of {stage.group_size}"] * bool(stage.groups)
-        batch += [f"{stage.expert_rows} expert rows"] * bool(stage.expert_rows)
-        return f"{stage.algorithm.name}, {stage.steps} steps of {' + '.join(batch)}"

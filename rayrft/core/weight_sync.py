@@ -84,7 +84,8 @@ class WeightSync:
         if an engine then holds other weights, computes other log-probs, or exceeds the deadline."""
         async with self._round_of(self.trainer.pinned):
             while True:
-                membership = await self._members()
+                newer = await self.pool.call(EnginePool.newer, self._membership.generation)
+                membership = self._membership = newer or self._membership  # which is sent only when it has changed
                 self.rewind(version)
                 if not membership.members or version < self.newest:
                     return SyncReport(version, 0.0, 0, None, None)
@@ -182,12 +183,6 @@ class WeightSync:
         await asyncio.gather(*map(kill_silent, membership.engines))
         await asyncio.wait({leaving}, timeout=self.leave_s)
         return leaving.done() and not leaving.cancelled() and leaving.exception() is None
-
-    async def _members(self) -> Membership:
-        """Return the membership, which is sent only when it has changed."""
-        newer = await self.pool.call(EnginePool.newer, self._membership.generation)
-        self._membership = newer or self._membership
-        return self._membership
 
     async def _load(self, handles: _Engines, version: int) -> SyncReport:
         engines, self._connected = self._tracked(handles), None

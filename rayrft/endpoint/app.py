@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -34,9 +34,9 @@ _PATIENCE_S = 15.0
 class PolicyEndpoint(HttpService):
     """The API over a responder."""
 
-    def __init__(self, responder: Responder, count: Callable[[str], None] = lambda outcome: None) -> None:
+    def __init__(self, responder: Responder) -> None:
         settings = responder.settings
-        super().__init__(settings.config, settings.key_digests, count)
+        super().__init__(settings.config, settings.key_digests)
         self._responder = responder
         self._settings = settings
 
@@ -136,9 +136,7 @@ class PolicyEndpoint(HttpService):
         return {"id": self._settings.model, **about, "max_model_len": self._settings.max_length}
 
 
-def build_endpoint(
-    model: str, settings: EndpointSettings, pool: str, keeper: str | None, count: Callable[[str], None]
-) -> PolicyEndpoint:
+def build_endpoint(model: str, settings: EndpointSettings, pool: str, keeper: str | None) -> PolicyEndpoint:
     """Build the API over a run's engine pool and its keeper, by their names; without a keeper, nothing is recorded."""
 
     def handle(name: str) -> Handle[Any]:
@@ -151,4 +149,4 @@ def build_endpoint(
         ChatTokenizer(model, template=settings.template),
         settings,
     )
-    return PolicyEndpoint(responder, count)
+    return PolicyEndpoint(responder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any, Self
@@ -92,15 +92,8 @@ class ScoreRequests(RootModel[list[ScoreRequest]]):
 class RewardEndpoint(HttpService):
     """The API over a pool of rewards."""
 
-    def __init__(
-        self,
-        config: RewardServiceConfig,
-        key_digests: tuple[str, ...],
-        pool: Rewards,
-        version: str,
-        count: Callable[[str], None] = lambda outcome: None,
-    ) -> None:
-        super().__init__(config.serve, key_digests, count)
+    def __init__(self, config: RewardServiceConfig, key_digests: tuple[str, ...], pool: Rewards, version: str) -> None:
+        super().__init__(config.serve, key_digests)
         self._reward, self._pool, self._version = config.reward, pool, version
         self._totals: dict[str, DomainStats] = {}
 
@@ -147,8 +140,8 @@ class RewardEndpoint(HttpService):
 
 
 def build_reward_endpoint(
-    config: RewardServiceConfig, key_digests: tuple[str, ...], service: RewardService, count: Callable[[str], None]
+    config: RewardServiceConfig, key_digests: tuple[str, ...], service: RewardService
 ) -> RewardEndpoint:
     """Build the API over the replicas of a service."""
     pool = Rewards(config.reward, [], lambda: ServeBackend(service))
-    return RewardEndpoint(config, key_digests, pool, service.version, count)
+    return RewardEndpoint(config, key_digests, pool, service.version)

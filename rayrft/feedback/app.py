@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -113,9 +113,8 @@ class FeedbackPage(HttpService):
         key_digests: tuple[str, ...],
         rows: RunRows,
         folder: Path,
-        count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
-        super().__init__(config, key_digests, count)
+        super().__init__(config, key_digests)
         self._name, self._settings, self.rows, self._folder = name, config, rows, folder
         self.judgements = Judgements(config)
         self.queue = Queue(config, self.judgements)
@@ -353,11 +352,10 @@ def build_page(
     settings: FeedbackConfig,
     key_digests: tuple[str, ...],
     buffer: str,
-    count: Callable[[str], None],
 ) -> FeedbackPage:
     """Build the page of the run in a folder, whose Buffer has this name, and start to read its rows."""
     load_plugins(run.plugins)
     rows = RunRows(folder, run, buffer, settings.max_groups, settings.demonstrations)
-    page = FeedbackPage(run.name, settings, key_digests, rows, feedback_folder(folder), count)
+    page = FeedbackPage(run.name, settings, key_digests, rows, feedback_folder(folder))
     page.start()
     return page

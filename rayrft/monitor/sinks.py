@@ -81,7 +81,8 @@ class Sinks:
         self._config = config
         self._failures: list[str] = []
         self._open: list[_SinkThread] = [_SinkThread("Ray's metrics", RayMetrics, config, self._failures)]
-        self._rows = _NewestRows(config)
+        self._archive: Archive | None = None
+        self._reading = threading.Lock()
         for name in config.monitor.sinks:
             make = sinks.get(name, "monitor.sinks")
             try:
@@ -101,7 +102,7 @@ class Sinks:
         for each in self._open:
             each.start(lambda sink: sink.write(record))
             if samples and monitor.sample_rows and isinstance(each.sink, RowSink):
-                each.start(partial(_write_rows, record.step, self._rows))
+                each.start(partial(self._write_rows, record.step))
 
     def failures(self) -> list[str]:
         """Return the sinks that have failed since the last call, with the reasons."""
@@ -119,18 +120,15 @@ class Sinks:
                 self._failures.append(f"{each.name}: it did not return within {timeout_s:g} s")
         self._open = []
 
+    def _write_rows(self, step: int, sink: RowSink) -> None:
+        with contextlib.suppress(StorageError):  # of a damaged file: the table is left out, and the run will name it
+            sink.write_rows(step, GLANCE, self._newest_rows())
 
-class _NewestRows:
-    """Reads a row of each of the newest groups in a run's log, in any thread."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._config, self._lock = config, threading.Lock()
-        self._archive: Archive | None = None
-
-    def read(self) -> list[list[Any]]:
-        """Return the values of `GLANCE` of each row, the newest last. Raises StorageError."""
+    def _newest_rows(self) -> list[list[Any]]:
+        """Return the values of `GLANCE` of a row of each of the newest groups in the run's log, in any thread; the
+        newest last. Raises StorageError."""
         config, rows = self._config, dict[str, Experience]()
-        with self._lock:
+        with self._reading:
             if self._archive is None:
                 self._archive = Archive(config.buffer_folder, config.buffer.sampler, config.seed)
             self._archive.refresh()
@@ -140,11 +138,6 @@ class _NewestRows:
             [json.dumps(each) if isinstance(each, list | dict) else each for each in glance(row).values()]
             for row in rows.values()
         ]
-
-
-def _write_rows(step: int, rows: _NewestRows, sink: RowSink) -> None:
-    with contextlib.suppress(StorageError):  # of a damaged file: the table is left out, and the run will name the file
-        sink.write_rows(step, GLANCE, rows.read())
 
 
 class _SinkThread:

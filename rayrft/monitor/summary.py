@@ -63,9 +63,9 @@ class Summary:
     """Wall time by part, and in ``total``."""
     steps: int
     weight_version: int
-    stages: dict[str, int]
+    stages: dict[str, int] = field(default_factory=dict)
     """Steps taken in every stage that has ended."""
-    checkpoint: str | None
+    checkpoint: str | None = None
     """Folder of the last weights of a finished or stopped run, in Hugging Face format."""
     pairs: dict[str, PairsRecord] = field(default_factory=dict)
     """By stage, the last ranking of held-out preference pairs."""
@@ -151,15 +151,11 @@ class Totals:
         """Wall time by part over all steps."""
         self.step = self.version = 0
         """Of the latest step."""
-        self.first: float | None = None
-        """Time of the first record."""
-        self.last = 0.0
         for record in records:
             self.add(record)
 
     def add(self, record: Record) -> None:
         """Add the next record."""
-        self.first, self.last = record.time if self.first is None else self.first, record.time
         if isinstance(record, StepRecord):
             self.step, self.version = record.step, record.version
             for part, seconds in record.seconds.items():
@@ -193,8 +189,6 @@ def summarise(
         seconds={**{part: round(value, 3) for part, value in totals.seconds.items()}, "total": round(total_s, 3)},
         steps=totals.step,
         weight_version=totals.version,
-        stages={},
-        checkpoint=None,
         pairs=totals.pairs,
         restarts=dict(totals.restarts),
     )
@@ -202,9 +196,9 @@ def summarise(
 
 def summarise_from_folder(folder: Path, status: str, error: str) -> Summary:
     """Build the summary of a run whose Master did not write one, from its files."""
-    totals = Totals(read_records(folder))
-    total_s = totals.last - totals.first if totals.first is not None else 0.0
-    return summarise(folder.name, status, error, totals, rows_in_log(folder), total_s)
+    records = read_records(folder)
+    total_s = records[-1].time - records[0].time if records else 0.0
+    return summarise(folder.name, status, error, Totals(records), rows_in_log(folder), total_s)
 
 
 def rows_in_log(folder: Path) -> RowStats | None:

@@ -23,7 +23,7 @@ from rayrft.rewards.base import RewardResult, Transcript
 from rayrft.rewards.scorer import Models, RewardActor, with_retries
 from rayrft.runtime.actor_pool import with_retry
 from rayrft.runtime.handle import Handle, Watched
-from rayrft.runtime.serving import Address, applications
+from rayrft.runtime.serving import HttpSettings, applications
 
 _DEPLOYMENT = "rewards"
 
@@ -124,12 +124,12 @@ class ServeBackend:
 
 @contextlib.contextmanager
 def rewards_open(
-    service: RewardService, owner: str, address: Address, *, http: bool = False, models: Models | None = None
+    service: RewardService, owner: str, settings: HttpSettings, *, http: bool = False, models: Models | None = None
 ) -> Iterator[Handle[Watched]]:
     """Create an owner, deploy its applications by `deploy_rewards`, and delete them at the end of a ``with``."""
     anchor = applications.create_anchor(owner)
     try:
-        applications.on_head(deploy_rewards, service, owner, address, http, models)
+        applications.on_head(deploy_rewards, service, owner, settings, http, models)
         yield anchor
     finally:
         applications.delete_applications(service.all_versions)
@@ -137,15 +137,15 @@ def rewards_open(
 
 
 def deploy_rewards(
-    service: RewardService, owner: str, address: Address, http: bool = False, models: Models | None = None
+    service: RewardService, owner: str, settings: HttpSettings, http: bool = False, models: Models | None = None
 ) -> None:
     """Deploy the applications, which end with their owner; return when each has its least number of replicas. Call it
     by `on_head`.
 
-    ``address`` is that of Serve, if it does not run yet; ``http``: see `start_serve`; judges may ask ``models``. Raises
-    ConfigError where a reward cannot be built.
+    ``settings`` have the address of Serve, if it does not run yet; ``http``: see `start_serve`; judges may ask
+    ``models``. Raises ConfigError where a reward cannot be built.
     """
-    applications.start_serve(address, http=http)
+    applications.start_serve(settings, http=http)
     # Applications of an owner that was killed may still exist.
     applications.delete_applications(service.all_versions)
     config, targets = service.config, []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import time
 
-import psutil
+from rayrft.runtime.processes.run_clock import Usage
 
 _STEP = 16 << 20
 """Growth in bytes that counts as progress."""
@@ -30,10 +30,7 @@ class LoadProgress:
 
     def measure(self) -> float:
         """Measure the memory; return the seconds since the phase began or the memory last grew."""
-        used, process = 0, psutil.Process()
-        for each in (process, *process.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):  # a child that has just ended
-                used += each.memory_info().rss
+        used = Usage.of(os.getpid()).memory
         if used >= self._bytes + _STEP:
             self._bytes, self._progressed = used, time.monotonic()
         return time.monotonic() - self._progressed

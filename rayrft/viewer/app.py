@@ -56,9 +56,8 @@ class Viewer(HttpService):
         key_digests: tuple[str, ...],
         buffers: Callable[[FolderConfig], str | None] = lambda run: None,
         reports: Reports | None = None,
-        count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
-        super().__init__(config, key_digests, count)
+        super().__init__(config, key_digests)
         self._runs, self._buffers = Runs(storage, reports), buffers
         self._feedback: dict[tuple[Path, int], FastAPI] = {}
         """The applications of feedback pages by run folder and its inode, as another run may take the name; each reads
@@ -92,7 +91,8 @@ class Viewer(HttpService):
         if known not in self._feedback:
             run, settings = load_folder_config(folder), FeedbackConfig()
             rows = RunRows(folder, run, self._buffers(run), settings.max_groups, settings.demonstrations)
-            page = FeedbackPage(name, settings, self._key_digests, rows, feedback_folder(folder), self._count)
+            page = FeedbackPage(name, settings, self._key_digests, rows, feedback_folder(folder))
+            page.count = self.count
             self._feedback.setdefault(known, page.app())
         return self._feedback[known]
 

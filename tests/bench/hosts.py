@@ -23,7 +23,7 @@ from ray.cloudpickle import CloudPickler
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.leases import Lease
 from rayrft.core.master import Master
-from rayrft.core.placement import PlacedClass, Placement
+from rayrft.core.placement import Placement
 from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
 from rayrft.explorer.engines.exchange import Answering, Completion, Request, Stream
 from rayrft.explorer.engines.pool import EnginePool
@@ -114,7 +114,7 @@ class ScriptedMaster(Master):
 
         def placed(self: Placement, cls: Any, part: str, **how: Any) -> Any:
             if cls is RolloutEngine:
-                return PlacedClass(how["name"], Hosted(hosts()[how["bundle"] % HOSTS], how["bundle"]))
+                return lambda: Handle(how["name"], Hosted(hosts()[how["bundle"] % HOSTS], how["bundle"]))
             return real(self, tally.get(cls, cls), part, **how)
 
         Placement.actor = placed  # type: ignore[method-assign]

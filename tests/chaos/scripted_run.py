@@ -435,7 +435,7 @@ class Placed:
     restarts: bool
     found: bool
 
-    def create(self, *arguments: Any, **keywords: Any) -> Handle[Any]:
+    def __call__(self, *arguments: Any, **keywords: Any) -> Handle[Any]:
         if self.found and (handle := self.cluster.world.handle(self.name)) is not None:
             return handle
         return self.cluster.world.create(self.name, self._maker(arguments, keywords), restarts=self.restarts)

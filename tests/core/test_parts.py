@@ -47,7 +47,7 @@ class ScriptedPlacement:
             self.created.setdefault(part, []).append(name)
             return remote(Silent(name), name)
 
-        return SimpleNamespace(create=create)
+        return create
 
 
 Make = Callable[..., RunParts]
@@ -60,9 +60,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     def parts(**overrides: Any) -> RunParts:
         config = load_config({**base(), "stages": [GRPO], "storage": str(tmp_path), **overrides})
         nothing: dict[str, Any] = {"tasks": [], "task_set": None, "held_out": [], "limits": None}
-        prepared: Any = SimpleNamespace(
-            run_id="id", model="m", tokenizer=None, drop_equal=False, engine_share=None, **nothing
-        )
+        prepared: Any = SimpleNamespace(run_id="id", model="m", tokenizer=None, engine_share=None, **nothing)
         placement: Any = ScriptedPlacement()
         shared = remote(Silent("buffer"), "buffer") if config.buffer.name else None
         return RunParts(list(KINDS), config, prepared, placement, Waits("master"), [0, 0], shared)

@@ -147,7 +147,7 @@ def test_each_engine_is_on_the_gpu_of_its_rank_and_of_no_other(ray_cluster: Any)
     placement = Placement("pairs", parts)
     placement.reserve([part.name for part in parts if part.name in ("engines", "ranks")])
     try:
-        engines = [placement.actor(Device, "engines", bundle=index).create() for index in range(2)]
+        engines = [placement.actor(Device, "engines", bundle=index)() for index in range(2)]
         device = ray.remote(num_cpus=config.trainer.cpus, num_gpus=config.trainer.gpus)(Device)
         bundles = [PlacementGroupSchedulingStrategy(placement.ranks, index) for index in range(2)]
         ranks = [device.options(scheduling_strategy=bundle).remote() for bundle in bundles]
@@ -161,7 +161,7 @@ def test_each_engine_is_on_the_gpu_of_its_rank_and_of_no_other(ray_cluster: Any)
     placement = Placement("lent", parts)
     placement.reserve(["engines"])
     try:
-        engine = placement.actor(Device, "engines", bundle=0).create()
+        engine = placement.actor(Device, "engines", bundle=0)()
         [bundle] = [PlacementGroupSchedulingStrategy(placement.ranks, 0)]
         device = ray.remote(num_cpus=config.trainer.cpus, num_gpus=1)(Device)
         ranks = [device.options(scheduling_strategy=bundle).remote() for _ in range(2)]

@@ -229,7 +229,7 @@ async def test_an_actor_that_is_silent_is_killed_and_restarted(subject: Subject)
 
 
 async def test_a_call_is_made_again_at_the_successor(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_AWAY_S", 0)
+    monkeypatch.setattr("rayrft.runtime.handle._RETRY_S", 0)
     errors = [ActorUnavailableError("away", None), ActorDiedError()]
 
     async def call() -> str:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -230,11 +229,12 @@ async def test_a_failing_explorer_and_a_stop_end_a_pause_also_if_the_clock_is_se
     loop: TrainLoop, ends: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steering, exploring = steering_of(loop), asyncio.get_running_loop().create_future()
-    held = asyncio.ensure_future(steering.border(loop, partial(loop.unless_ended, exploring=exploring)))
+    loop.exploring = exploring
+    held = asyncio.ensure_future(steering.border(loop))
     await held
     asked = asyncio.ensure_future(steering.ask("pause"))
     await asyncio.sleep(0)
-    held = asyncio.ensure_future(steering.border(loop, partial(loop.unless_ended, exploring=exploring)))
+    held = asyncio.ensure_future(steering.border(loop))
     assert await asyncio.wait_for(asked, 20) == 0 and steering.paused_since is not None and not held.done()
     now, jump = time.time(), 86_400.0 if ends is Stopped else -86_400.0
     monkeypatch.setattr(time, "time", lambda: now + jump)

@@ -45,10 +45,10 @@ async def test_the_buffer_is_told_when_the_stage_ends(subject: Subject) -> None:
 
 async def test_an_explorer_that_failed_between_two_waits_for_a_batch_ends_the_second(subject: Subject) -> None:
     loop = asyncio.get_running_loop()
-    lease, exploring = loop.create_future(), loop.create_future()
-    exploring.set_exception(StorageError("No space left on device", field="journal"))
+    lease, subject.loop.exploring = loop.create_future(), loop.create_future()
+    subject.loop.exploring.set_exception(StorageError("No space left on device", field="journal"))
     with pytest.raises(StorageError):
-        await asyncio.wait_for(subject.loop.unless_ended(lease, exploring), 20)
+        await asyncio.wait_for(subject.loop.unless_ended(lease), 20)
 
 
 async def test_a_gap_between_engine_and_trainer_is_noted_once_and_ends_a_run_with_engines(subject: Subject) -> None:
@@ -63,11 +63,13 @@ async def test_a_gap_between_engine_and_trainer_is_noted_once_and_ends_a_run_wit
 
 
 async def test_an_explorer_that_does_not_abandon_its_groups_ends_the_run(subject: Subject) -> None:
+    subject.loop.exploring = asyncio.get_running_loop().create_future()
     with pytest.raises(Stalled, check=about("explorer")):
-        await asyncio.wait_for(subject.loop.end_exploring(asyncio.get_running_loop().create_future()), 20)
+        await asyncio.wait_for(subject.loop.end_exploring(), 20)
 
 
 async def test_blocks_that_are_lost_again_and_again_end_the_run(subject: Subject) -> None:
+    subject.loop.exploring = asyncio.get_running_loop().create_future()
     with pytest.raises(RayrftError, check=about("buffer.lease", 0)):
-        await subject.loop.train(0, asyncio.get_running_loop().create_future(), AsyncExitStack())
+        await subject.loop.train(0, AsyncExitStack())
     assert subject.buffer.lease.await_count == 5 and subject.trainer.calls == ["train"] * 5

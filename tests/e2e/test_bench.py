@@ -14,7 +14,7 @@ import ray
 import rayrft
 from rayrft.core import engine_groups
 from rayrft.explorer.engines.exchange import Completion
-from rayrft.runtime.serving import Address
+from rayrft.runtime.serving import HttpSettings
 from rayrft.runtime.serving.applications import applications, start_serve
 from tests.e2e.conftest import Call
 from tests.scripted_engine import ScriptedEngine
@@ -29,7 +29,7 @@ SIZES = {"words": 10, "few": 4}
 def config(tmp_path: Path, tiny_model: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Two models, on task sets of ten and of four, scored on Ray Serve by a judge on engines of its own."""
     monkeypatch.setattr(engine_groups, "RolloutEngine", ScriptedEngine)
-    start_serve(Address("127.0.0.1", port))  # it has one address in a cluster, and other tests need this one
+    start_serve(HttpSettings(port=port))  # it has one address in a cluster, and other tests need this one
     return {
         "name": "b",
         "mode": "bench",

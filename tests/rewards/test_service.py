@@ -20,7 +20,7 @@ from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.scorer import DomainStats, Rewards
 from rayrft.rewards.service import RewardService, ServeBackend, deploy_rewards
 from rayrft.runtime.handle import Handle, Watched
-from rayrft.runtime.serving import Address
+from rayrft.runtime.serving import HttpSettings
 from rayrft.runtime.serving.applications import applications, create_anchor, delete_applications, on_head
 from tests.errors import about
 from tests.rewards.trouble import HERE, task, transcripts
@@ -42,7 +42,7 @@ def ray_serve(ray_cluster: Any) -> Iterator[None]:
 async def served(config: RewardConfig) -> AsyncIterator[tuple[Rewards, RewardService, Handle[Watched]]]:
     service, anchor = RewardService.of("test", config, []), create_anchor(OWNER)
     try:
-        await asyncio.to_thread(on_head, deploy_rewards, service, OWNER, Address("127.0.0.1", 8000))
+        await asyncio.to_thread(on_head, deploy_rewards, service, OWNER, HttpSettings())
         pool = Rewards(config, [], lambda: ServeBackend(service))
         await pool.open()
         yield pool, service, anchor

@@ -58,8 +58,8 @@ class BufferPart(Part[Buffer]):
         config, prepared = self.config, self.run.prepared
         buffer: Handle[Buffer] | None = self.run.shared
         if buffer is None:
-            placed = self.run.placement.actor(Buffer, self.name, name=self.name, restarts=-1)
-            buffer = placed.create(
+            create = self.run.placement.actor(Buffer, self.name, name=self.name, restarts=-1)
+            buffer = create(
                 prepared.run_id,
                 config.buffer_folder,
                 config.buffer,

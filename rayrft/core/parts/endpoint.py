@@ -31,14 +31,16 @@ class KeeperPart(Part[SessionKeeper]):
     def create(self) -> list[Handle[SessionKeeper]]:
         config, run = self.config, self.run
         assert config.endpoint is not None  # it records sessions
-        [size] = {stage.group_size for stage in config.stages if stage.groups}
-        keeper = run.placement.actor(SessionKeeper, self.name, name=self.name, restarts=-1).create(
+        stages = [stage for stage in config.stages if stage.groups]
+        [size] = {stage.group_size for stage in stages}
+        equal_teach = any(not stage.algorithm.build().zero_advantage_is_noop for stage in stages)
+        keeper = run.placement.actor(SessionKeeper, self.name, name=self.name, restarts=-1)(
             config.endpoint,
             config.name,
             size,
             run[BufferPart].actor,
             config.folder / "open_rows",
-            drop_equal=run.prepared.drop_equal,
+            drop_equal=config.explorer.drop_zero_variance and not equal_teach,
             mask_truncated=config.reward.truncated == "mask",
         )
         return [self.track(keeper)]

@@ -112,7 +112,7 @@ class PolicyEngines(EngineRole):
     def create_groups(self) -> dict[str, EngineGroup]:
         run = self.run
         policy = policy_model(run.config, run.prepared.model, share=run.prepared.engine_share)
-        return {"": EngineGroup.policy(run.placement, policy, run.waits)}
+        return {"": EngineGroup(run.placement, policy, waits=run.waits)}
 
     @contextlib.asynccontextmanager
     async def room(self) -> AsyncIterator[None]:

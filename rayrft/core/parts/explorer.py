@@ -55,7 +55,7 @@ class ExplorerPart(Part[Explorer]):
         policy, evaluation = run[PolicyEngines].group, run[EvaluationEngines].group
         assert policy is not None  # there is one where groups are sampled
         name = f"explorer-{index}"
-        return run.placement.actor(Explorer, self.name, name=name, bundle=index).create(
+        return run.placement.actor(Explorer, self.name, name=name, bundle=index)(
             config,
             prepared.tokenizer,
             policy.pool,
@@ -96,7 +96,7 @@ class OperatorsPart(Part[OperatorActor]):
         models = partial(auxiliary_models, config.auxiliary, pools, share=1 / count) if pools else None
         placed = [placement.actor(OperatorActor, name, name=f"{name}-{i}", bundle=i, restarts=-1) for i in range(count)]
         settings = chain, config.pipelines, models, config.auxiliary, config.scoring
-        return [self.track(each.create(*settings)) for each in placed]
+        return [self.track(create(*settings)) for create in placed]
 
     async def restarted(self, actor: Handle[OperatorActor]) -> None:
         await actor.call(OperatorActor.open)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from rayrft.config import RunConfig
 from rayrft.config.reward import RewardModelsConfig
-from rayrft.config.serve import ServeConfig
 from rayrft.core.bundles import Bundles
 from rayrft.core.parts.base import Part, has_explorers
 from rayrft.core.parts.engines import AuxiliaryEngines
@@ -19,6 +18,7 @@ from rayrft.explorer.engines.pool import EnginePool
 from rayrft.rewards import where
 from rayrft.rewards.scorer import ActorBackend, Models, RewardActor, ScoringBackend
 from rayrft.runtime.handle import Handle
+from rayrft.runtime.serving import HttpSettings
 
 if TYPE_CHECKING:
     from rayrft.rewards.service import RewardService
@@ -59,10 +59,10 @@ class RewardsPart(Part[RewardActor]):
         if self.run.taken_over and (await asyncio.to_thread(applications, service.all_versions)) != []:
             return
         owner = actor_name(config.name, "master")
-        http = config.endpoint or ServeConfig()
+        http = config.endpoint or HttpSettings()
         serves, models = config.endpoint is not None, remote_models(config, self.run[AuxiliaryEngines].pools)
         with self.run.waits.on("rewards", "deployed"):
-            await asyncio.to_thread(on_head, deploy_rewards, service, owner, http.address, serves, models)
+            await asyncio.to_thread(on_head, deploy_rewards, service, owner, http, serves, models)
 
     async def close(self) -> None:
         if (service := reward_service(self.config)) is not None:
@@ -114,7 +114,7 @@ def reward_actors(
     models, name = remote_models(config, pools), RewardsPart.name
     count = placement.count(name)
     placed = [placement.actor(RewardActor, name, name=f"{name}-{i}", bundle=i, restarts=-1) for i in range(count)]
-    return [each.create(config.scoring, config.plugins, models) for each in placed]
+    return [create(config.scoring, config.plugins, models) for create in placed]
 
 
 def remote_scoring(config: RunConfig, actors: Sequence[Handle[RewardActor]]) -> Callable[[], ScoringBackend] | None:

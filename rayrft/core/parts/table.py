@@ -1,4 +1,4 @@
-"""The table of all kinds of actors, in the order of the placement plan."""
+"""The table of all kinds of actors, in the order of the placement plan, which the Master leads."""
 
 from __future__ import annotations
 
@@ -16,19 +16,10 @@ from rayrft.core.parts.rewards import RewardsPart
 from rayrft.core.parts.trainer import TrainerPart
 from rayrft.errors import ConfigError, nearest
 
-
-class MasterPart(Part[Any]):
-    """The Master, which the process that starts the run creates first: its placement group reserves the run's name."""
-
-    name = "master"
-
-    @classmethod
-    def bundles(cls, config: RunConfig) -> list[Bundles]:
-        return [] if config.mode == "bench" else [Bundles(cls.name, 1, 0.05, 0, 0.3, "paces and supervises")]
-
+MASTER = Bundles("master", 1, 0.05, 0, 0.3, "paces and supervises")
+"""The process that starts the run creates the Master, which creates the actors of all other kinds."""
 
 KINDS: list[type[Part[Any]]] = [
-    MasterPart,
     ExplorerPart,
     PolicyEngines,
     EvaluationEngines,
@@ -45,7 +36,8 @@ KINDS: list[type[Part[Any]]] = [
 def plan_placement(config: RunConfig) -> list[Bundles]:
     """Return the placement groups of a run, and the replicas that it has on Ray Serve. Raises ConfigError if
     ``placement.labels`` names another group."""
-    plan, labels = [bundles for kind in KINDS for bundles in kind.bundles(config)], config.placement.labels
+    plan, labels = [MASTER] if config.mode != "bench" else [], config.placement.labels
+    plan += [bundles for kind in KINDS for bundles in kind.bundles(config)]
     names = [each.name for each in plan if not each.served]
     if unknown := next(iter(labels.keys() - names), None):
         problem = "the run has no such placement group"

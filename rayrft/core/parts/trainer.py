@@ -69,8 +69,8 @@ class TrainerPart(Part[Trainer]):
         config, run, batches = self.config, self.run, None
         if config.pipelines.batch:
             batches = partial(BatchPipeline, config.pipelines, batch_chain(config, run.prepared.model))
-        placed = run.placement.actor(Trainer, self.name, name=self.name)
-        return placed.create(self.settings, run.placement.ranks, batches)
+        create = run.placement.actor(Trainer, self.name, name=self.name)
+        return create(self.settings, run.placement.ranks, batches)
 
     async def start(self) -> str | None:
         warning = None

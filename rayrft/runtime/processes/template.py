@@ -225,8 +225,7 @@ class Parent:
         with self._lock:  # a thread that was left behind may still read its reply
             while isinstance(message := self.receive(), Reply):
                 pass  # to a cancelled request
-        method, arguments = message
-        return method, arguments
+        return message
 
     def _send(self, arguments: tuple[Any, ...]) -> int:
         self._asked += 1

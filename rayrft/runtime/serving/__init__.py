@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
+
+from pydantic import BaseModel, Field
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 """Names of this machine for itself."""
@@ -16,12 +18,29 @@ HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
 """Addresses at which Ray's HAProxy reaches replicas on its node: it asks them at the loopback address of IPv4."""
 
 
-class Address(NamedTuple):
-    """Where Ray Serve listens, and what accepts its connections: None for what does so already, or HAProxy."""
+class HttpSettings(BaseModel, frozen=True):
+    """Address and limits of an HTTP service."""
 
-    host: str
-    port: int
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=1, le=65535)
+    """Ray Serve has one HTTP port in a cluster, which all services share, each under ``/<its name>``."""
     proxy: Proxy | None = None
+    """What accepts connections, once in a cluster: HAProxy leads them straight to the replicas, which answer more
+    requests than behind Ray Serve's own proxy. Clients must repeat a request whose connection ends, as the official
+    ones do. ``null`` takes what accepts connections already, or HAProxy where Ray installs it, at ``127.0.0.1``,
+    ``localhost`` and ``0.0.0.0``."""
+    replicas: int = Field(1, ge=1)
+    """Processes that answer HTTP requests."""
+    cpus: float = Field(0.1, ge=0)
+    """CPUs of one replica."""
+    max_requests: int = Field(1024, ge=1)
+    """Open requests of a replica; further requests for an answer get status 429."""
+    max_body_kib: int = Field(4096, ge=1)
+    """Largest request body; a larger one gets status 413."""
+    body_s: float = Field(60.0, gt=0)
+    """Seconds in which the body of a request must arrive, after which it gets status 408."""
+    deadline_s: float = Field(600.0, gt=0)
+    """Seconds that a request may take, after which it gets status 504."""
 
 
 def key_digest(key: str) -> str:

