@@ -170,7 +170,7 @@ def _fields(judged: Judgement, answers: dict[str, ShownAnswer]) -> dict[str, str
 
 
 def _names(rows: tuple[str, ...]) -> dict[str, str]:
-    """Return the names of the fields of an item's answers by their ids, and in the order of these."""
+    """Return the names of the fields of an item's answers by the answers' ids, in the order of these."""
     several = len(rows) > 1
     return {row: f"response_{'abcdefghi'[at]}" if several else "response" for at, row in enumerate(sorted(rows))}
 

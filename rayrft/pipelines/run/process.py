@@ -152,8 +152,7 @@ class Pipeline:
                     yield host.unpacked(rows)
 
     async def _in_actors(self, numbers: Sequence[int], stream: Flow, note: NoteWork) -> Flow:
-        create = partial(self._create, numbers)
-        segment = Segment(numbers, self._fields, create, self._plugins, self._deadline_s)
+        segment = Segment(numbers, self._fields, partial(self._create, numbers), self._plugins, self._deadline_s)
         async with aclosing(distribute(segment, stream, self._workers)) as results:
             async for result in results:
                 for each in result.outcomes:
