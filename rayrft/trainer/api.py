@@ -1,4 +1,4 @@
-"""The interface of the Trainer's ranks, and what they are given. Imports no torch, which its callers do not need."""
+"""The interfaces between the Trainer actor and its ranks. Imports no torch, which their callers do not need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from rayrft.weights.messages import Link, SendReport
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
     from rayrft.trainer.result import PairRanking, StepResult
-    from rayrft.trainer.trainer import Trainer
 
 
 class RankApi(Protocol):
@@ -79,11 +78,31 @@ class RankCall:
         return replace(self, args=tuple(args))
 
 
+class Mailbox(Protocol):
+    """The methods of the Trainer actor that its ranks call."""
+
+    async def ready(self, rank: int, warning: str | None) -> None:
+        """Record that a rank has loaded the model, with its ``warning`` about unsupported fast paths."""
+
+    async def loading(self, rank: int, doing: str) -> None:
+        """Record that a rank makes progress with its start."""
+
+    async def next_call(self, rank: int, number: int, answer: Any = None) -> RankCall | None:
+        """Record a rank's ``answer`` to the call before. Wait for the call of this number and return it, or None if the
+        ranks are to end; idle ranks wait here."""
+
+    async def wrote(self, rank: int, folder: Path, problem: str | None) -> None:
+        """Record that a rank has written its part of a checkpoint, or the ``problem`` it had."""
+
+    async def failed(self, rank: int, error: BaseException) -> None:
+        """Record a rank's fatal error. The first one is the root cause: others only follow from the missing peer."""
+
+
 @dataclass(frozen=True)
 class RankSetup:
     """Arguments that every rank is started with."""
 
-    trainer: Handle[Trainer]
+    trainer: Handle[Mailbox]
     run: RunConfig
     config: TrainerConfig
     """That of the run, or with what has changed for the present ranks: see `TrainerPart.settings`."""

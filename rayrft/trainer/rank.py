@@ -27,7 +27,7 @@ from rayrft.registry import load_plugins
 from rayrft.runtime.handle import Handle, fetch
 from rayrft.runtime.loading import LoadProgress
 from rayrft.runtime.trace import Trace
-from rayrft.trainer.api import RankApi, RankSetup
+from rayrft.trainer.api import Mailbox, RankApi, RankSetup
 from rayrft.trainer.batches import TrainRow, fetch_mini_batches, fetch_rows
 from rayrft.trainer.blame import device_failed, is_device_fault
 from rayrft.trainer.dcp import Checkpointer
@@ -38,7 +38,6 @@ from rayrft.trainer.model import gather, named_weights, save_hf
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.result import PairRanking, StepResult
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
-from rayrft.trainer.trainer import Trainer
 from rayrft.trainer.value_model import Critic
 from rayrft.weights.channel import WeightChannel, open_store
 from rayrft.weights.messages import Link, Parcel, SendReport, TensorMeta
@@ -68,26 +67,26 @@ def run_rank(options: dict[str, Any]) -> None:
             rank = Rank(setup, index, device)
         number, answer = 0, None
         rank.release()
-        fetch(trainer.call(Trainer.ready, index, rank.warning))
-        while (call := fetch(trainer.call(Trainer.next_call, index, number, answer))) is not None:
+        fetch(trainer.call(Mailbox.ready, index, rank.warning))
+        while (call := fetch(trainer.call(Mailbox.next_call, index, number, answer))) is not None:
             number, answer = number + 1, getattr(rank, call.method)(*call.args, **call.kwargs)
             rank.release()
     except BaseException as error:
         half, beside = setup.run.model.dtype != "float32", rank.beside if rank is not None else {}
         savings = partial(memory_savings, setup.model, setup.config, half=half, **beside)
-        fetch(trainer.call(Trainer.failed, index, device_failed(error, index, where, setup.config, savings) or error))
+        fetch(trainer.call(Mailbox.failed, index, device_failed(error, index, where, setup.config, savings) or error))
         raise
 
 
 @contextlib.contextmanager
-def _report_start(trainer: Handle[Trainer], index: int) -> Iterator[None]:
+def _report_start(trainer: Handle[Mailbox], index: int) -> Iterator[None]:
     """Report to the Trainer inside that the rank makes progress, whenever its memory has grown."""
     progress, started = LoadProgress("loads the model"), threading.Event()
 
     def report() -> None:
         while not started.wait(_REPORT_S):  # the memory of a process is not an event
             if progress.measure() < _REPORT_S:
-                trainer.call(Trainer.loading, index, progress.doing)
+                trainer.call(Mailbox.loading, index, progress.doing)
 
     threading.Thread(target=report, name="load progress", daemon=True).start()
     try:
@@ -221,7 +220,7 @@ class Rank(RankApi):
         self._checkpointer.save(self.learner, folder, partial(self._wrote, folder))
 
     def _wrote(self, folder: Path, problem: str | None) -> None:
-        self._setup.trainer.call(Trainer.wrote, self._index, folder, problem)
+        self._setup.trainer.call(Mailbox.wrote, self._index, folder, problem)
 
     def restore(self, folder: Path, whole: bool) -> None:
         if whole:

@@ -31,7 +31,7 @@ def ask_ranks(
 
 
 class Trainer(Watched):
-    """The actor, which its ranks call, too. ``start`` returns when every rank has loaded the model; then `ask_ranks`
+    """The actor and `Mailbox` of its ranks. ``start`` returns when every rank has loaded the model; then `ask_ranks`
     makes calls, one at a time."""
 
     def __init__(self, config: TrainerConfig, group: Any, batches: Callable[[], BatchPipeline] | None = None) -> None:
@@ -123,16 +123,14 @@ class Trainer(Watched):
         """Report which ranks have not answered, and for how long."""
         return replace(self._waits.report(), doing=self._doing)
 
-    # Methods that the ranks call.
+    # Methods of `Mailbox`.
 
     async def ready(self, rank: int, warning: str | None) -> None:
-        """Record that a rank has loaded the model, with its ``warning`` about unsupported fast paths."""
         async with self._changed:
             self._ready[rank] = warning
             self._changed.notify_all()
 
     async def loading(self, rank: int, doing: str) -> None:
-        """Record that a rank makes progress with its start."""
         if self._late is not None and rank not in self._ready:
             with contextlib.suppress(RuntimeError):  # it has expired
                 self._late.reschedule(asyncio.get_running_loop().time() + self._config.start_timeout_s)
@@ -140,8 +138,6 @@ class Trainer(Watched):
             self._waits.progressed("start of ranks")
 
     async def next_call(self, rank: int, number: int, answer: Any = None) -> RankCall | None:
-        """Record a rank's ``answer`` to the call before. Wait for the call of this number and return it, or None if the
-        ranks are to end; idle ranks wait here."""
         async with self._changed:
             if number == self._number + 1:
                 self._answers[rank] = answer
@@ -151,13 +147,11 @@ class Trainer(Watched):
         return self._call and self._call.for_rank(rank)
 
     async def wrote(self, rank: int, folder: Path, problem: str | None) -> None:
-        """Record that a rank has written its part of a checkpoint, or the ``problem`` it had."""
         async with self._changed:
             self._written.setdefault(folder, {})[rank] = problem
             self._changed.notify_all()
 
     async def failed(self, rank: int, error: BaseException) -> None:
-        """Record a rank's fatal error. The first one is the root cause: others only follow from the missing peer."""
         async with self._changed:
             if self._failure is None:
                 self._failure = _cause(error, f"trainer rank {rank}")

@@ -29,7 +29,7 @@ from rayrft.explorer.engines.exchange import Answering, Completion, Request, Str
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.explorer import Explorer
 from rayrft.runtime.handle import NAMESPACE, Handle, Watched
-from rayrft.trainer.api import RankSetup
+from rayrft.trainer.api import Mailbox, RankSetup
 from rayrft.trainer.trainer import Trainer
 from rayrft.weights.messages import SendReport
 from tests.monitor.made import result
@@ -190,13 +190,13 @@ class ScriptedEngine(Answering, Watched):
 class ScriptedRank:
     """Answers the calls of a rank. Rank 0 of the run holds some steps."""
 
-    def __init__(self, host: Host, index: int, trainer: Handle[Trainer]) -> None:
+    def __init__(self, host: Host, index: int, trainer: Handle[Mailbox]) -> None:
         self._host, self._index, self._trainer, self._steps = host, index, trainer, 0
 
     async def run(self) -> None:
-        await self._trainer.call(Trainer.ready, self._index, None)
+        await self._trainer.call(Mailbox.ready, self._index, None)
         number, answer = 0, None
-        while (call := await self._trainer.call(Trainer.next_call, self._index, number, answer)) is not None:
+        while (call := await self._trainer.call(Mailbox.next_call, self._index, number, answer)) is not None:
             number, answer = number + 1, await getattr(self, call.method)(*call.args, **call.kwargs)
 
     async def open_stage(self, *_: Any) -> None: ...
@@ -220,7 +220,7 @@ class ScriptedRank:
         return [[-1.0] * (len(tokens) - 1) for tokens in sequences]
 
     async def checkpoint(self, folder: Path) -> None:
-        self._trainer.call(Trainer.wrote, self._index, folder, None)
+        self._trainer.call(Mailbox.wrote, self._index, folder, None)
 
     save = checkpoint
 

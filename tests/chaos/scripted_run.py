@@ -27,7 +27,7 @@ from rayrft.explorer.engines.exchange import Answering, Capacity, Completion, Re
 from rayrft.pipelines.chain import Outcome
 from rayrft.pipelines.run.groups import GroupResult, OperatorActor
 from rayrft.runtime.handle import Handle, Watched
-from rayrft.trainer.api import RankSetup
+from rayrft.trainer.api import Mailbox, RankSetup
 from rayrft.trainer.blame import device_failed
 from rayrft.trainer.result import FirstUpdate, StepMetrics, StepResult
 from rayrft.trainer.trainer import Trainer
@@ -264,20 +264,20 @@ class ScriptedRank:
         self._weights: list[list[str]] = []
         self._link: Transfer | None = None
 
-    async def run(self, trainer: Handle[Trainer]) -> None:
+    async def run(self, trainer: Handle[Mailbox]) -> None:
         self._trainer = trainer
         try:
             await self.load()
             number, answer = 0, None
             self.release()
-            await trainer.call(Trainer.ready, self._index, None)
-            while (call := await trainer.call(Trainer.next_call, self._index, number, answer)) is not None:
+            await trainer.call(Mailbox.ready, self._index, None)
+            while (call := await trainer.call(Mailbox.next_call, self._index, number, answer)) is not None:
                 self._cluster.happens(call.method)
                 number, answer = number + 1, await getattr(self, call.method)(*call.args, **call.kwargs)
                 self.release()
         except Exception as error:
             failed = device_failed(error, self._index, "the node", self._setup.config) or error
-            await trainer.call(Trainer.failed, self._index, failed)
+            await trainer.call(Mailbox.failed, self._index, failed)
             raise
 
     async def load(self) -> None:
@@ -358,7 +358,7 @@ class ScriptedRank:
     async def _write(self, folder: Path, name: str, weights: str) -> None:
         await self._cluster.takes(_WRITE_S)
         write(folder / name, weights)
-        await self._trainer.call(Trainer.wrote, self._index, folder, None)
+        await self._trainer.call(Mailbox.wrote, self._index, folder, None)
 
     async def _all(self, value: Any = None) -> dict[int, Any]:
         """Wait for all ranks; return the value of each. A rank alone hangs, until the death of the other ends it."""

@@ -19,7 +19,7 @@ from rayrft.buffer.leases import BatchShare
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied
 from rayrft.explorer.engines.engine import RolloutEngine
-from rayrft.trainer.api import RankApi
+from rayrft.trainer.api import Mailbox, RankApi
 from rayrft.trainer.rank import Rank
 from rayrft.trainer.trainer import Trainer, ask_ranks
 from tests.bench import hosts
@@ -95,14 +95,15 @@ def test_ranks_are_spread_evenly_over_the_bundles_of_their_group(
     assert vars(kind)[name](workers, 4, group, {"GPU": 1}, replica_group_size=None) == (expected, {"GPU": 1})
 
 
-def test_every_method_of_the_interface_has_its_signature() -> None:
+@pytest.mark.parametrize(("interface", "actor"), [(RankApi, Rank), (Mailbox, Trainer)])
+def test_every_method_of_an_interface_has_its_signature(interface: type, actor: type) -> None:
     def signature(method: Any) -> list[inspect.Parameter | Any]:
         found = inspect.signature(method)  # Ray adds a parameter of its own to the methods of an actor's class
         return [each for each in found.parameters.values() if each.name != "_ray_trace_ctx"] + [found.return_annotation]
 
-    methods = {name: method for name, method in vars(RankApi).items() if not name.startswith("_")}
+    methods = {name: method for name, method in vars(interface).items() if not name.startswith("_")}
     for name, method in methods.items():
-        assert signature(vars(Rank)[name]) == signature(method), name
+        assert signature(vars(actor)[name]) == signature(method), name
 
 
 STAND_INS = [
