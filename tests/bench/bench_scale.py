@@ -32,6 +32,7 @@ from rayrft.errors import ActorDied
 from rayrft.monitor.records import StepRecord, read_records
 from rayrft.monitor.report import format_table
 from rayrft.runtime.handle import NAMESPACE
+from rayrft.trainer.api import Mailbox
 from tests.bench.helpers import parse, start_ray
 from tests.bench.hosts import HOSTS, Host, ScriptedMaster, hosts
 from tests.conftest import ROOT
@@ -42,7 +43,7 @@ _WARM_UP, _SETTLE_S = 2, 8.0
 _SMALL = {"cpus": 0.001, "memory_gib": 1 / 1024}
 
 EXPLORER_CALLS = {"exchange", "capacity", "admit", "leased", "put", "drop", "fail", "added_tasks"}
-RANK_CALLS = {"ready", "loading", "next_call", "wrote", "failed"}
+RANK_CALLS = {name for name in vars(Mailbox) if not name.startswith("_")}
 CONTROL = {"master": "Master", "explorer": "Explorer", "buffer": "Buffer", "trainer": "Trainer actor"}
 CONTROL |= {"engine_pool": "engine pool"}
 ACTORS = CONTROL | {"driver": "driver", "ray": "Ray: GCS, raylet"}
