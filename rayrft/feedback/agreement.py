@@ -1,4 +1,4 @@
-"""How far people agree, corrected for chance: Cohen's kappa of two, Krippendorff's alpha of any number."""
+"""How far people agree, corrected for chance: Krippendorff's alpha."""
 
 from __future__ import annotations
 
@@ -18,21 +18,6 @@ Distance = Callable[[V, V], float]
 def interval(one: float, other: float) -> float:
     """The distance of numbers: the square of their difference."""
     return (one - other) ** 2
-
-
-def cohen_kappa(pairs: Sequence[tuple[V, V]], distance: Distance[V] = ne) -> float | None:
-    """Return Cohen's kappa of two people, from their values of each item.
-
-    kappa = 1 - D_o / D_e (Cohen 1960, "A Coefficient of Agreement for Nominal Scales"; with a distance, 1968, "Weighted
-    Kappa"). D_o is the mean distance of the two values of an item, and D_e that of the values if each person had given
-    theirs to any items. None without items, or if both gave one and the same value to all.
-    """
-    if not pairs:
-        return None
-    first, second = Counter(one for one, _ in pairs), Counter(other for _, other in pairs)
-    observed = sum(distance(one, other) for one, other in pairs) / len(pairs)
-    expected = sum(a * b * distance(one, other) for one, a in first.items() for other, b in second.items())
-    return 1 - observed * len(pairs) ** 2 / expected if expected else None
 
 
 def krippendorff_alpha(units: Iterable[Sequence[V]], distance: Distance[V] = ne) -> float | None:
@@ -55,10 +40,8 @@ class Agreement:
     """How far people agree in one question."""
 
     question: str
-    figure: str
-    """Cohen's kappa, of the same two people in all items, else Krippendorff's alpha."""
     value: float | None
-    """1 if they agree, 0 as by chance; None if it is not defined."""
+    """Krippendorff's alpha: 1 if they agree, 0 as by chance; None if it is not defined."""
     items: int
     people: int
 
@@ -84,16 +67,11 @@ def measure_agreement(judgements: Iterable[Judgement]) -> list[Agreement]:
             if (answer := value(each)) is not None:
                 by_item.setdefault(each.item, {})[each.person] = answer
         shared = [answers for answers in by_item.values() if len(answers) > 1]
-        people = sorted({person for answers in shared for person in answers})
+        people = {person for answers in shared for person in answers}
         if shared:
             distance: Distance[Hashable] = interval if question == "score" else ne  # type: ignore[assignment]
-            if len(people) == 2:
-                pairs = [(answers[people[0]], answers[people[1]]) for answers in shared]
-                figure, number = "Cohen's kappa", cohen_kappa(pairs, distance)
-            else:
-                units = [list(answers.values()) for answers in shared]
-                figure, number = "Krippendorff's alpha", krippendorff_alpha(units, distance)
-            found.append(Agreement(question, figure, number, len(shared), len(people)))
+            alpha = krippendorff_alpha([[*answers.values()] for answers in shared], distance)
+            found.append(Agreement(question, alpha, len(shared), len(people)))
     return found
 
 

@@ -221,7 +221,7 @@ def test_two_people_see_different_answers_or_are_told(serve: Serve, arrive: Arri
     told = [each["reward"] for each in ScriptedRows(tmp_path, []).told() if each["row"] == shown]
     assert told[-1] == 0.5
     ann.key("i")
-    ann.see("#stats-body").to_contain_text("Cohen's kappa")
+    ann.see("#stats-body").to_contain_text("Krippendorff's alpha")
 
 
 def test_what_is_typed_is_there_after_a_reload(serve: Serve, arrive: Arrive) -> None:

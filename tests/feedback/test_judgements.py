@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rayrft.config.serve import FeedbackConfig
-from rayrft.feedback.agreement import cohen_kappa, interval, krippendorff_alpha, measure_agreement
+from rayrft.feedback.agreement import interval, krippendorff_alpha, measure_agreement
 from rayrft.feedback.judgements import (
     EditSent,
     Judgement,
@@ -129,15 +129,10 @@ def test_of_an_edit_that_is_taken_back_or_edited_again_the_run_is_told_once_if_i
 # Figures of agreement, against examples that were computed by hand or published
 
 
-def test_kappa_of_a_table_computed_by_hand() -> None:
-    # 20 yes/yes, 5 yes/no, 10 no/yes, 15 no/no: observed 35/50; by chance 25·30/2500 + 25·20/2500 = 0.5.
+def test_alpha_of_a_table_computed_by_hand() -> None:
+    # 20 yes/yes, 5 yes/no, 10 no/yes, 15 no/no: 15 of 50 differ; by chance, of 55 yes and 45 no, 2·55·45 of 100·99.
     pairs = [("y", "y")] * 20 + [("y", "n")] * 5 + [("n", "y")] * 10 + [("n", "n")] * 15
-    assert cohen_kappa(pairs) == pytest.approx((0.7 - 0.5) / (1 - 0.5))
-
-
-def test_weighted_kappa_counts_by_how_much_two_differ() -> None:
-    # Squares: observed (0 + 1 + 4)/3; by chance, over {1, 2, 3} x {1, 3, 5}: 39/9.
-    assert cohen_kappa([(1, 1), (2, 3), (3, 5)], interval) == pytest.approx(1 - 5 / 13)
+    assert krippendorff_alpha(pairs) == pytest.approx(1 - 0.3 / 0.5)
 
 
 def test_alpha_of_krippendorffs_own_example() -> None:
@@ -154,24 +149,22 @@ def test_alpha_of_krippendorffs_own_example() -> None:
 
 
 def test_who_agrees_fully_has_one_and_who_gives_one_value_to_all_has_no_figure() -> None:
-    assert cohen_kappa([(1, 1), (2, 2)]) == 1.0 and krippendorff_alpha([[1, 1, 1], [2, 2]]) == 1.0
-    assert cohen_kappa([(1, 2), (2, 1)]) == -1.0
-    assert cohen_kappa([(1, 1), (1, 1)]) is None and krippendorff_alpha([[1, 1], [1, 1]]) is None
-    assert cohen_kappa([]) is None and krippendorff_alpha([[1], [2]]) is None
+    assert krippendorff_alpha([[1, 1, 1], [2, 2]]) == 1.0
+    assert krippendorff_alpha([[1, 2], [2, 1]]) == -0.5  # 1 - 4 · 3 / 8
+    assert krippendorff_alpha([[1, 1], [1, 1]]) is None and krippendorff_alpha([[1], [2]]) is None
 
 
 def by(person: str, item: str, view: View = "one", **what: Any) -> Judgement:
     return Judgement(f"{person}{item}", person, item, view, ("a", "b"), **what)
 
 
-def test_two_people_get_kappa_more_get_alpha_and_what_one_alone_answered_does_not_count() -> None:
+def test_agreement_is_of_each_question_and_what_one_alone_answered_does_not_count() -> None:
     two = [by("Ann", "x", score=1), by("Bob", "x", score=1), by("Ann", "y", score=5), by("Bob", "y", score=4)]
     [figure] = measure_agreement([*two, by("Ann", "z", score=3), by("Cem", "w", score=2)])
-    assert (figure.question, figure.figure, figure.items, figure.people) == ("score", "Cohen's kappa", 2, 2)
-    assert figure.value == cohen_kappa([(1, 1), (5, 4)], interval)
+    assert (figure.question, figure.items, figure.people) == ("score", 2, 2)
+    assert figure.value == krippendorff_alpha([[1, 1], [5, 4]], interval)
     [figure] = measure_agreement([*two, by("Cem", "y", score=4)])
-    assert (figure.figure, figure.people) == ("Krippendorff's alpha", 3)
-    assert figure.value == krippendorff_alpha([[1, 1], [5, 4, 4]], interval)
+    assert figure.people == 3 and figure.value == krippendorff_alpha([[1, 1], [5, 4, 4]], interval)
     picks = [
         by("Ann", "p", "pair", ranking=("a", "b")),
         by("Bob", "p", "pair", tie=True),
@@ -179,7 +172,7 @@ def test_two_people_get_kappa_more_get_alpha_and_what_one_alone_answered_does_no
         by("Bob", "q", "pair", ranking=("b", "a")),
     ]
     [figure] = measure_agreement(picks)
-    assert figure.question == "pick" and figure.value == cohen_kappa([("a", "tie"), ("b", "b")])
+    assert figure.question == "pick" and figure.value == krippendorff_alpha([["a", "tie"], ["b", "b"]])
 
 
 def test_who_picks_at_random_agrees_as_by_chance_whatever_the_answers_are_called() -> None:
@@ -191,5 +184,5 @@ def test_who_picks_at_random_agrees_as_by_chance_whatever_the_answers_are_called
     # Of each four items they agree in two.
     mixed = [pick(who, at, bool(at & bit)) for at in range(40) for who, bit in (("Ann", 1), ("Bob", 2))]
     opposite = [pick(who, at, (at % 2 == 0) == (who == "Ann")) for at in range(40) for who in ("Ann", "Bob")]
-    assert [figure.value for figure in measure_agreement(mixed)] == [0.0]
-    assert [figure.value for figure in measure_agreement(opposite)] == [-1.0]
+    assert [figure.value for figure in measure_agreement(mixed)] == pytest.approx([1 / 80])  # 1 - 40 · 79 / 3200
+    assert [figure.value for figure in measure_agreement(opposite)] == pytest.approx([-0.975])

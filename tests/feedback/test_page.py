@@ -139,7 +139,7 @@ async def test_the_second_of_two_people_is_told_and_both_count(running: Path) ->
         assert client.told()[-1]["reward"] == 0.5
         stats = (await client.http.get("/v1/stats")).json()
         assert stats["people"] == {"Bob": 1, "Ann": 1}
-        assert stats["agreement"][0]["figure"] == "Cohen's kappa" and stats["agreement"][0]["items"] == 1
+        assert stats["agreement"] == [{"question": "score", "value": 0.0, "items": 1, "people": 2}]
 
 
 async def test_what_is_too_late_or_refused_is_kept_and_said(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:

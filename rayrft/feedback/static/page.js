@@ -531,9 +531,9 @@ const showStats = async () => {
   const part = (title, entries) => {
     return entries.length ? [make("section", {}, make("h3", { textContent: title }), rows(entries))] : [];
   };
-  const figure = ({ question, figure: name, value, items, people }) => [
+  const figure = ({ question, value, items, people }) => [
     question,
-    `${name} ${value === null ? "not defined" : value.toFixed(2)}, ${people} people, ${items} items`,
+    `Krippendorff's alpha ${value === null ? "not defined" : value.toFixed(2)}, ${people} people, ${items} items`,
   ];
   $("stats-body").replaceChildren(
     ...part("You", [
