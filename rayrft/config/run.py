@@ -15,8 +15,7 @@ from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.guards import GuardConfig
 from rayrft.config.model import ModelConfig
 from rayrft.config.pipelines import PipelinesConfig
-from rayrft.config.placement import PlacementConfig
-from rayrft.config.restarts import RestartsConfig
+from rayrft.config.placement import PlacementConfig, RestartsConfig
 from rayrft.config.reward import RewardConfig
 from rayrft.config.rules import RULES
 from rayrft.config.serve import EDITED, JudgementConfig, ServeConfig

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from rayrft.config.restarts import RestartsConfig
+from rayrft.config.placement import RestartsConfig
 from rayrft.core.engine_groups import EngineGroup
 from rayrft.core.restarts import Budget
 from rayrft.errors import StorageError, WeightSyncError

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.config import StageConfig
-from rayrft.config.restarts import RestartsConfig
+from rayrft.config.placement import RestartsConfig
 from rayrft.core.parts.base import Part, RunParts
 from rayrft.core.supervision import root_of_death, unless_stopped
 from rayrft.errors import ActorDied, ActorUnreachable, DeviceFailed, NotFinite, RayrftError, RowsFailed, WeightSyncError

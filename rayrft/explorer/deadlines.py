@@ -22,7 +22,8 @@ class GroupDeadline:
 
     def __init__(self, seconds: float | None) -> None:
         self.loop = asyncio.get_running_loop()
-        self._running = set[_Deadline]()
+        self.running = set[_Deadline]()
+        """Those that do not stand still."""
         self._timer: asyncio.Handle | None = None
         self._due = math.inf
         self.attempts = set[_Deadline]()
@@ -61,13 +62,9 @@ class GroupDeadline:
 
     def add(self, deadline: _Deadline) -> None:
         """Let a deadline run."""
-        self._running.add(deadline)
+        self.running.add(deadline)
         if deadline.due < self._due:
             self._set(deadline.due)
-
-    def discard(self, deadline: _Deadline) -> None:
-        """Let a deadline stand still."""
-        self._running.discard(deadline)
 
     def _end(self) -> None:
         for attempt in self.attempts:
@@ -81,11 +78,11 @@ class GroupDeadline:
     def _ring(self) -> None:
         """End what is due. What was stopped meanwhile is not, and what was started again is later."""
         now, self._due = self._due, math.inf
-        for deadline in [deadline for deadline in self._running if deadline.due <= now]:
-            self.discard(deadline)
+        for deadline in [deadline for deadline in self.running if deadline.due <= now]:
+            self.running.discard(deadline)
             deadline.end()
-        if self._running:
-            self._set(min(deadline.due for deadline in self._running))
+        if self.running:
+            self._set(min(deadline.due for deadline in self.running))
 
 
 class _Deadline:
@@ -118,7 +115,7 @@ class _Deadline:
         self._active -= 1
         if self._active == 0:
             self._left = self.due - self._group.loop.time()
-            self._group.discard(self)
+            self._group.running.discard(self)
             if self._whole is not None:
                 self._whole.stop()
 

@@ -1,10 +1,10 @@
-"""Leased rows, and the micro-batches of one optimiser step made from them."""
+"""Leased rows, the micro-batches of one optimiser step made from them, and the row that the step tells of."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import Any, Self
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms import Algorithm, TokenBatch, rows_by_pair
+from rayrft.algorithms.batch import keep
 from rayrft.buffer.leases import BatchShare, BlockRows, balance
 from rayrft.data.turns import compute_advantages, turn_rewards
 from rayrft.experience import Experience, field_values, list_column, unpack
 from rayrft.runtime.ray_api import ray
 from rayrft.trainer.packing import Packing, common_prefix, on_device, shared_prefixes
+from rayrft.trainer.result import RowGap
 
 _SHARED = 16
 """Activation memory of a computed token over the key-value memory of a token whose state belongs to another row."""
@@ -30,6 +32,8 @@ _SCORED += ["greedy_reward", "metrics"]
 _TAKEN = ["source", "reward", "pair_id", "chosen", "margin", "images", "group_id", "experience_id", "stop_reason"]
 """Other columns of a trained row."""
 _NONE = np.empty(0, np.float32)
+_MOST_GAPS = 512
+"""Tokens of the row that is told of: all of most rows. A line of the record has 8 KB with so many."""
 
 
 @dataclass(frozen=True)
@@ -336,3 +340,25 @@ def flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
         experiences=tuple(row.experience for row in rows if row.experience),
     )
     return on_device(batch, device)
+
+
+@torch.no_grad()
+def widest_gap(batch: Sequence[tuple[MicroBatch, Tensor]]) -> RowGap | None:
+    """Return the row with the largest mean difference of the trainer's log-probs, ``[T]`` by micro-batch, and the
+    engine's; None if none was sampled, or nothing differs. The host waits for a GPU twice."""
+    batch = [each for each in batch if each[0].experiences]  # others fill up what a rank has less than the others
+    if not batch:
+        return None
+    usual = [(micro.tokens.usual(), logprobs) for micro, logprobs in batch]
+    gaps = [keep(logprobs - tokens.behaviour_logprobs, tokens.mask) for tokens, logprobs in usual]
+    means = torch.cat([tokens.mean(gap.abs()) for (tokens, _), gap in zip(usual, gaps, strict=True)]).tolist()
+    names = [name for micro, _ in batch for name in micro.experiences]
+    lengths = [length for micro, _ in batch for length in micro.lengths]
+    widest, row = max(zip(means, range(len(means)), strict=True))
+    if not widest > 0:
+        return None
+    own = torch.cat(gaps)[sum(lengths[:row]) :][: lengths[row]]
+    tokens = own.abs().topk(min(_MOST_GAPS, lengths[row])).indices
+    index, gap = torch.stack([tokens.double(), own[tokens].double()]).tolist()
+    found = zip(index, gap, strict=True)
+    return RowGap(names[row], widest, tuple((int(token), float(f"{each:.4g}")) for token, each in found if each))

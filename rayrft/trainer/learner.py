@@ -22,9 +22,8 @@ from rayrft.config.trainer import Accumulate, OptimizerConfig, TrainerConfig
 from rayrft.errors import NotFinite
 from rayrft.runtime.trace import Trace
 from rayrft.trainer.annotation import Batches, each_micro, value_errors, with_logprobs, with_teacher, with_values
-from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches, mismatched
+from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches, mismatched, widest_gap
 from rayrft.trainer.blame import blaming
-from rayrft.trainer.gaps import widest_gap
 from rayrft.trainer.loading import reshard
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, Reference, scored_batch

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 from rayrft.config import RunConfig, dump_config, load_config
-from rayrft.config.restarts import RestartsConfig
+from rayrft.config.placement import RestartsConfig
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.restarts import Restarts
 from tests.config.given import GRPO, base

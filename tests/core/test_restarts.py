@@ -12,7 +12,7 @@ from unittest.mock import AsyncMock
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 
-from rayrft.config.restarts import RestartsConfig
+from rayrft.config.placement import RestartsConfig
 from rayrft.core import restarts as module
 from rayrft.core.parts.base import Part
 from rayrft.core.restarts import Budget, Restarts, Rewound
