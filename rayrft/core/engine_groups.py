@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,8 @@ class EngineGroup:
         self._model, self._placement, self._group, self._name, self._waits = model, placement, group, name, waits
         create_pool = placement.actor(EnginePool, "engine_pool", name=pool, restarts=-1)
         self.pool = _tracked(create_pool(replaced=replaced or waits is not None), waits)
-        self.engines = list(map(self._create, range(placement.count(group))))
+        self._creators = list(map(self._creator, range(placement.count(group))))
+        self.engines = [_tracked(create(), waits) for create in self._creators]
         self.lost: set[str] = set()
         """Names of engines that have died and are not replaced, or that leave."""
         self.emptied = asyncio.Event()
@@ -93,7 +94,7 @@ class EngineGroup:
     async def replace(self, engine: Handle[RolloutEngine]) -> None:
         """Create and start the successor of an engine that is dead; it takes no requests yet."""
         index = self.engines.index(engine)
-        engine.succeed(self._create(index))
+        engine.succeed(self._creators[index]())
         await self._start(index)
         self.lost.discard(engine.name)
 
@@ -117,11 +118,12 @@ class EngineGroup:
     def grow(self) -> None:
         """Create one more engine, which is not started yet; outside of event loops. Raises PlacementError."""
         self._placement.extend(self._group, len(self.engines))
-        self.engines.append(self._create(len(self.engines)))
+        self._creators.append(self._creator(len(self.engines)))
+        self.engines.append(_tracked(self._creators[-1](), self._waits))
 
     async def shrink(self) -> None:
         """End the last engine; the others answer its requests."""
-        engine = self.engines.pop()
+        engine, _ = self.engines.pop(), self._creators.pop()
         await self.pool.call(EnginePool.leave, engine.untracked, "the run is scaled down")
         await fence(engine)
         self._placement.shrink(self._group, len(self.engines))
@@ -130,9 +132,8 @@ class EngineGroup:
         """Let engines take requests with the weights that they were started with."""
         return self.pool.call(EnginePool.join, [Member(engine, 0) for engine in engines])
 
-    def _create(self, index: int) -> Handle[RolloutEngine]:
-        create = self._placement.actor(RolloutEngine, self._group, name=f"{self._name}-{index}", bundle=index)
-        return _tracked(create(), self._waits)
+    def _creator(self, index: int) -> Callable[[], Handle[RolloutEngine]]:
+        return self._placement.actor(RolloutEngine, self._group, name=f"{self._name}-{index}", bundle=index)
 
     def _start(self, index: int) -> Awaitable[None]:
         model = self._model
@@ -158,14 +159,6 @@ def serve_engines(groups: Collection[EngineGroup], start_s: float) -> None:
         for engine, start in zip(group.engines, starts, strict=True):
             answer(start, engine.name, start_s)
         answer(group.join(group.engines), group.pool.name, start_s)
-
-
-def policy_bundles(config: RunConfig, weights: str, beside: Bundles | None = None) -> list[Bundles]:
-    """Return the placement group of rollout engines."""
-    engine = config.explorer.engine
-    if beside and config.lends_gpus:
-        engine = engine.model_copy(update={"gpus": 0.0})
-    return [engine_bundles("engines", engine.count, engine, f"vLLM rollout engines, {weights}", beside)]
 
 
 def auxiliary_bundles(models: Mapping[str, AuxiliaryConfig]) -> list[Bundles]:

@@ -176,7 +176,7 @@ def find_status(run: str) -> RunStatus:
         return attach(run).status()
     except (RunNotFound, ClusterError) as error:
         if isinstance(error, RunNotFound) and run in starting_runs():
-            return RunStatus(run, "starting", None, 0, 0, None, [], None)
+            return RunStatus(run, "starting", None, 0, 0, None)
         try:
             return read_run(run).status()
         except RunNotFound:

@@ -111,7 +111,7 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
     check_options(config.explorer.engine, "explorer.engine", bounds=None)
     config = config.model_copy(update={"serve": config.serve or ServeConfig()})
     assert config.endpoint is not None
-    http, model, name = config.endpoint, config.model, f"{config.name}-follower"
+    http, model, engine, name = config.endpoint, config.model, config.explorer.engine, f"{config.name}-follower"
     path = str(config.folder / "model") if model.tiny is not None else find_model(str(model.path), "model.path")
     ChatTokenizer(path, template=model.template)  # raises if there is none, before anything starts
     keys = read_keys(http)
@@ -120,11 +120,11 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
     from rayrft.runtime.serving.applications import HttpApplication, delete_applications
 
     plan = [
-        *engine_groups.policy_bundles(config, "weights as files"),
+        engine_groups.engine_bundles("engines", engine.count, engine, "vLLM rollout engines, weights as files"),
         engine_groups.pool_bundles(2),
         _http_bundles(http),
     ]
-    workers, stall_s = config.explorer.engine.tensor_parallel, config.monitor.stall_s
+    stall_s = config.monitor.stall_s
     say(show_plan(name, plan))
     gpu_gb = _prepare(plan, config.placement.wait_s, say)
     check_memory(config.model_copy(update={"mode": "explore"}), gpu_gb)  # its engines share no GPU with ranks
@@ -140,7 +140,7 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
         follower = create(address, keep, group, config.restarts)
         closing.callback(follower.kill)
         say(f"waits for weights at {address}")
-        version = answer(follower.call(WeightFollower.start, workers), "follower", stall_s)
+        version = answer(follower.call(WeightFollower.start, engine.tensor_parallel), "follower", stall_s)
         say(f"serves version {version}, and follows")
         settings = EndpointSettings.of(config, keys)
         owner, served = actor_name(name, "follower"), actor_name(name, "serve")

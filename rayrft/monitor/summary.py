@@ -92,9 +92,9 @@ class RunStatus:
     version: int
     folder: Path | None
     """None while its config is checked."""
-    waiting: list[str]
+    waiting: list[str] = field(default_factory=list)
     """Overdue waits, one line per wait."""
-    ledger: Ledger | None
+    ledger: Ledger | None = None
     paused_since: str | None = None
 
     @property
@@ -220,6 +220,5 @@ def status_at_end(summary: Summary, folder: Path) -> RunStatus:
         step=summary.steps,
         version=summary.weight_version,
         folder=folder,
-        waiting=[],
         ledger=summary.ledger,
     )

@@ -12,14 +12,7 @@ from typing import Any
 
 from rayrft.config import RunConfig
 from rayrft.core.bundles import Bundles
-from rayrft.core.engine_groups import (
-    EngineGroup,
-    auxiliary_bundles,
-    engine_bundles,
-    policy_bundles,
-    policy_model,
-    pool_bundles,
-)
+from rayrft.core.engine_groups import EngineGroup, auxiliary_bundles, engine_bundles, policy_model, pool_bundles
 from rayrft.core.parts.base import Part, has_explorers
 from rayrft.core.parts.trainer import TrainerPart, ranks_bundles
 from rayrft.explorer.engines.pool import EnginePool
@@ -105,9 +98,14 @@ class PolicyEngines(EngineRole):
         if not config.rolls_out:
             return []
         weights = f"weights over {config.sync_backend}" if config.trains else "fixed weights"
+        engine, note = config.explorer.engine, f"vLLM rollout engines, {weights}"
+        if not config.colocated:
+            return [engine_bundles(cls.name, engine.count, engine, note)]
         # In separate groups Ray may pack two engines on one GPU, or place them on another node than the ranks.
         ranks = ranks_bundles(config, "FSDP2 under Ray Train, each beside an engine")
-        return policy_bundles(config, weights, ranks if config.colocated else None)
+        if config.lends_gpus:
+            engine = engine.model_copy(update={"gpus": 0.0})
+        return [engine_bundles(cls.name, engine.count, engine, note, ranks)]
 
     def create_groups(self) -> dict[str, EngineGroup]:
         run = self.run

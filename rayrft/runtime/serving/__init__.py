@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -52,5 +51,5 @@ def write_key(path: Path, key: str) -> None:
     """Write a key to a file that only its owner can read, in the place of an earlier one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(key + "\n")
+    path.touch(0o600, exist_ok=False)
+    path.write_text(key + "\n")
