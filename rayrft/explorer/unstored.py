@@ -48,20 +48,18 @@ class UnstoredAnswers:
     async def _write(self, rows: Iterable[dict[str, Any]]) -> None:
         if self._answers is not None:
             lines = "".join(json.dumps({"finished_at": time.time(), **row}) + "\n" for row in rows)
-            await asyncio.to_thread(self._append, lines.encode())
+            await asyncio.to_thread(self._append, self._answers, lines.encode())
 
-    def _append(self, lines: bytes) -> None:
-        if self._answers is None:
-            return
+    def _append(self, folder: Path, lines: bytes) -> None:
         try:
-            self._answers.mkdir(exist_ok=True)
-            files = sorted(self._answers.glob(f"{self._explorer}.*.jsonl"))
+            folder.mkdir(exist_ok=True)
+            files = sorted(folder.glob(f"{self._explorer}.*.jsonl"))
             number = int(files[-1].name.split(".")[-2]) if files else 0
             if files and files[-1].stat().st_size >= self._most_bytes:
                 number += 1
                 for before in files[:-1]:
                     before.unlink(missing_ok=True)
-            path = self._answers / f"{self._explorer}.{number:06}.jsonl"
+            path = folder / f"{self._explorer}.{number:06}.jsonl"
             with path.open("ab", buffering=0) as file:  # one write, which no other thread's interrupts
                 file.write(lines)
         except OSError as error:  # a full disk must not end a run that has room for its rows

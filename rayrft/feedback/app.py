@@ -37,8 +37,7 @@ from rayrft.feedback.run_rows import RunRows
 from rayrft.json_lines import JsonLines
 from rayrft.markup import image_content
 from rayrft.registry import load_plugins
-from rayrft.runtime.serving.http import ApiError, Body, HttpService, Route, parse
-from rayrft.runtime.serving.pages import add_page
+from rayrft.runtime.serving.http import ApiError, Body, HttpService, Route, add_page, parse
 
 _SETTLE_S = 0.5
 """Seconds that a response waits for the run to take a judgement. A later one tells what was late or refused."""

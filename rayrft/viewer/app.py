@@ -23,8 +23,7 @@ from rayrft.feedback.app import FeedbackPage
 from rayrft.feedback.journal import feedback_folder
 from rayrft.feedback.run_rows import RunRows
 from rayrft.runtime.serving import key_digest, write_key
-from rayrft.runtime.serving.http import ApiError, HttpService, Route, parse, unless_gone
-from rayrft.runtime.serving.pages import add_page
+from rayrft.runtime.serving.http import ApiError, HttpService, Route, add_page, parse, unless_gone
 from rayrft.viewer.folders import Reports, RunFolder, Runs
 from rayrft.viewer.index import cache_folder, remove_unused
 from rayrft.viewer.views import Query, StorageRequest, advice, before, experiences, run, tasks, timeline

@@ -21,7 +21,7 @@ from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ConfigError, ModelError, RequestRefused, first_line
 from rayrft.explorer.engines.arguments import engine_arguments
 from rayrft.explorer.engines.core_output import printed_bytes, start_failure
-from rayrft.explorer.engines.exchange import Answering, Capacity, Chunk, Completion, Request, Stream
+from rayrft.explorer.engines.exchange import Answering, Capacity, Chunk, Completion, Request, Sampling, Stream
 from rayrft.runtime.handle import Watched, once
 from rayrft.runtime.loading import LoadProgress
 from rayrft.runtime.ray_api import ray
@@ -118,8 +118,9 @@ class RolloutEngine(Answering, Watched):
 
         Raises RequestRefused if vLLM rejects it, and ActorDied if its core has died.
         """
+        from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
-        from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
+        from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
         vocabulary = self._engine.model_config.get_vocab_size()
@@ -127,8 +128,9 @@ class RolloutEngine(Answering, Watched):
             raise _refused("the prompt has token ids outside the vocabulary", vocabulary)
         sampling, repetition = request.sampling, request.sampling.repetition
         try:
-            params = self._params(
-                stream=stream is not None,
+            params = SamplingParams(
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY if stream is None else RequestOutputKind.DELTA,
                 n=request.n,
                 **{name: getattr(sampling, name) for name in _SAME},
                 logit_bias=dict(sampling.logit_bias) or None,
@@ -177,9 +179,9 @@ class RolloutEngine(Answering, Watched):
 
     async def score(self, token_ids: list[int], images: tuple[str, ...] = ()) -> list[float]:
         """Return the log-prob at temperature 1 of every token but the first, given its prefix."""
-        params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        output = await self._run(token_ids, images, params, uuid.uuid4().hex)
-        return list(_scored(token_ids[1:], (output.prompt_logprobs or [])[1:], 0).logprobs)
+        [answer] = await self.generate(Request(token_ids, 1, Sampling(0.0, 1, ()), images, scored=True))
+        assert answer.prompt is not None  # it was asked for
+        return list(answer.prompt.logprobs)
 
     async def connect(self, link: Link, first: int) -> None:
         """Connect to the trainer's ranks; ``first`` is the index of this engine's first worker among the receivers."""
@@ -301,13 +303,6 @@ class RolloutEngine(Answering, Watched):
 
         for process in self._engine.engine_core.resources.engine_manager.processes:
             loop.add_reader(process.sentinel, ended, process.sentinel)
-
-    def _params(self, *, stream: bool = False, **values: Any) -> SamplingParams:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
-        return SamplingParams(detokenize=False, output_kind=kind, **values)
 
     async def _run(
         self,

@@ -1,4 +1,5 @@
-"""What holds for every request over HTTP: keys, bounds, streams, and errors in one form, counted."""
+"""What holds for every request over HTTP: keys, bounds, streams, and errors in one form, counted; and pages, which need
+no key, with the policy under which a browser shows them."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ import logging
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from importlib.resources import files
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import URL
 
@@ -27,6 +30,17 @@ R = TypeVar("R")
 Handler = Callable[[Request], Awaitable[Response]]
 Route = tuple[str, str, Handler, bool]
 """Method, path and handler, and whether requests are refused while ``max_requests`` are open."""
+
+_PAGE_FILES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+_PAGE_HEADERS = {
+    # A model's text never runs: only the page's own scripts do, and none in the text of elements.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'; "
+    "require-trusted-types-for 'script'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
 class ApiError(Exception):
@@ -267,3 +281,22 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(503, text, code=code, kind="server_error", headers=headers)
     known = f"{error.field}: {error.problem}." if isinstance(error, StorageError) else "the server's log says why."
     return ApiError(500, f"The request failed: {known}", code="internal_error", kind="server_error")
+
+
+def add_page(app: FastAPI, package: str) -> None:
+    """Add the page in the folder ``static`` of a package, at the root of the application: the files of types in
+    `_PAGE_FILES`, and those that all pages share."""
+    for folder in (Path(__file__).parent / "static", Path(str(files(package))) / "static"):
+        for file in folder.rglob("*"):
+            if kind := _PAGE_FILES.get(file.suffix):
+                path = file.relative_to(folder).as_posix()
+                _add_file(app, "/" if path == "index.html" else f"/{path}", file.read_bytes(), kind)
+
+
+def _add_file(app: FastAPI, path: str, content: bytes, kind: str) -> None:
+    async def serve(request: Request) -> Response:
+        if path == "/" and not request.url.path.endswith("/"):  # relative addresses would miss the page's files
+            return RedirectResponse(request.url.path + "/")
+        return Response(content, media_type=f"{kind}; charset=utf-8", headers=_PAGE_HEADERS)
+
+    app.add_api_route(path, serve, methods=["GET"])
