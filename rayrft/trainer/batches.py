@@ -1,4 +1,4 @@
-"""Leased rows, the micro-batches of one optimiser step made from them, and the row that the step tells of."""
+"""Leased rows, the micro-batches of one optimiser step made from them, and the row with the widest gap."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TAKEN = ["source", "reward", "pair_id", "chosen", "margin", "images", "group_id
 """Other columns of a trained row."""
 _NONE = np.empty(0, np.float32)
 _MOST_GAPS = 512
-"""Tokens of the row that is told of: all of most rows. A line of the record has 8 KB with so many."""
+"""Tokens of the widest row that are reported: all of most rows. A line of the record has 8 KB with so many."""
 
 
 @dataclass(frozen=True)
