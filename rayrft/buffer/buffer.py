@@ -34,7 +34,7 @@ from rayrft.buffer.validation import Fault, Limits, find_faults
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, StorageError
-from rayrft.experience import Task, unpack
+from rayrft.experience import Task, pack, unpack
 from rayrft.files import Room
 from rayrft.registry import load_plugins
 from rayrft.runtime.handle import Watched
@@ -217,11 +217,12 @@ class Buffer(Watched):
         """Store the calls of a group's unfinished attempts; its ticket will be issued again, before others."""
         await self._arrivals.park(entry, payload)
 
-    async def parked(self, ticket: Ticket) -> list[tuple[RowRef, np.ndarray]]:
-        """Return the blocks and rows of the calls from which a parked group is continued."""
+    async def parked(self, ticket: Ticket) -> pa.Buffer | None:
+        """Return the calls from which a parked group is continued, packed; None if there are none."""
         async with self.store.move_lock:
-            begun = self.state.stage.begun.get(ticket.sequence)
-            return await self.store.rows_by_block([] if begun is None else [begun])
+            if (begun := self.state.stage.begun.get(ticket.sequence)) is None:
+                return None
+            return pack(await self.store.in_row_thread(self.store.rows.read_group, self.store.span(begun)))
 
     async def drop(self, ticket: Ticket, dropped: dict[str, int], report: GroupReport) -> None:
         """Record that a whole group was filtered, with its rows by reason; its place becomes free."""

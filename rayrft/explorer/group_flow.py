@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
-
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.schedule import Ticket
 from rayrft.config import RunConfig, StageConfig
 from rayrft.errors import DataError, RayrftError
-from rayrft.experience import Experience, Task, from_batch, pack, to_batch, unpack
+from rayrft.experience import Task, from_batch, pack, to_batch, unpack
 from rayrft.explorer import scoring
 from rayrft.explorer.calls import Parking
 from rayrft.explorer.rollout import BusyClock, Rollout, Runner
@@ -194,11 +192,8 @@ class GroupFlow:
         """Return how the ticket's group may be parked, with the calls that it continues from."""
         if self._partial is None:
             return None
-        begun: list[Experience] = []
-        for ref, rows in await self.buffer.call(Buffer.parked, ticket) if ticket.resumes else ():
-            with self.waits.on("object store", f"parked calls of ticket {ticket.sequence}"):
-                begun += from_batch(unpack(await ref).take(pa.array(rows)))
-        return Parking(self._partial.budget, begun)
+        message = await self.buffer.call(Buffer.parked, ticket) if ticket.resumes else None
+        return Parking(self._partial.budget, from_batch(unpack(message)) if message is not None else ())
 
     def _count_empty(self, group: ScoredGroup) -> None:
         """Raise RayrftError if no row was kept of too many consecutive groups."""

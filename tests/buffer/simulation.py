@@ -38,7 +38,9 @@ from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.validation import Limits
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import LeaseEnded
+from rayrft.experience import to_batch, unpack
 from tests.buffer.in_process import small
+from tests.buffer.rows import group
 
 _LIFE: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", default=None)
 _PATIENCE_S = 1000.0
@@ -144,6 +146,9 @@ class Rows:
 
     def refs(self, spans: list[RowSpan]) -> list[tuple[Any, int, np.ndarray]]:
         return [("rows", span.row, np.ones(span.rows, dtype=np.int64)) for span in spans]
+
+    def read_group(self, span: RowSpan) -> pa.RecordBatch:
+        return to_batch(group(0, 1, name=self._world.disk[span.row]))
 
     def release(self, segments: list[int]) -> None: ...
 
@@ -355,8 +360,8 @@ class Producer:
             world.known["filtered"].add((stage, ticket.sequence))
         elif rng.random() < world.setting.parks:
             if ticket.resumes:
-                rows = [row for _, rows in await world.parked.remote(ticket) for row in rows]
-                assert [world.disk[row] for row in rows] in ([f"{name} parked"], []), "what was parked"
+                message = await world.parked.remote(ticket)
+                assert message is None or unpack(message)["group_id"][0].as_py() == f"{name} parked", "what was parked"
             payload = [pa.py_buffer(json.dumps([[f"{name} parked", ticket.version]]).encode())]
             await world.park.remote(GroupEntry(name, ticket, GroupReport(), {}, 1, 1), payload)
         else:
