@@ -1,5 +1,5 @@
-"""HTTP services: their keys, limits, streams and errors; and the files of pages, which need no key, with the policy under
-which a browser shows them."""
+"""HTTP services: their keys, limits, streams and errors; and the files of pages, which need no key, with the policy
+under which a browser shows them."""
 
 from __future__ import annotations
 
