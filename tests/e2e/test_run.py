@@ -287,6 +287,7 @@ def test_the_pages_of_a_run_follow_its_steps(ray_cluster: Any, browser: Any, tmp
     run = rayrft.start(small_config(tmp_path, "live", **WITHOUT_VLLM), **{"stages.mix.steps": 500})
     page = "?run=live&view="
     with viewed(run, browser, f"{page}run", f"{page}experiences&group_status=trained") as (curves, rows):
+        next(record for record in run.records() if isinstance(record, StepRecord) and record.stage == "mix")
         curves.see(".facts").to_contain_text(re.compile(r"[1-9]\d* / 503"))
         curves.see(".pill >> nth=0").to_have_text("running")
         rows.see(".mean").to_contain_text(re.compile(r"[1-9]\d* rows"))
