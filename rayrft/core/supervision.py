@@ -28,8 +28,8 @@ class StallMonitor:
 
     ``heartbeats`` has a call for each actor that returns its `WaitReport`, or anything else if it keeps none: an answer
     shows that the actor is alive. A stalled wait is noted after ``patience_s`` without progress, and again whenever
-    that time has doubled, with the calls in which its target is; after ``stall_s`` it ends the run. The first trouble
-    of each actor is noted.
+    that time has doubled, with the calls in which its target is; after ``stall_s`` it ends the run. Trouble of an
+    actor is noted when it begins.
     """
 
     waits: Waits
@@ -58,7 +58,7 @@ class StallMonitor:
         """Polls so far, and the actors that keep no waits."""
         self._next_note: dict[tuple[str, str], float] = {}
         self._troubled = set[str]()
-        """Actors whose trouble was noted."""
+        """Actors whose trouble was noted, and has not ended."""
         self._awaited = set[str]()
         """Targets of waits that were quiet at the latest poll: they are asked at each."""
 
@@ -76,9 +76,11 @@ class StallMonitor:
         """Note overdue waits; return the seconds until the next poll. Raises Stalled."""
         reports = await self._ask_all()
         for name, report in reports.items():
-            if report.trouble and name not in self._troubled:
+            if not report.trouble:
+                self._troubled.discard(name)
+            elif name not in self._troubled:
                 self._troubled.add(name)
-                await self.note(f"{name}: nothing has succeeded yet: {report.trouble}")
+                await self.note(f"{name}: no group succeeds: {report.trouble}")
         waits = quiet_waits([self.waits.report(), self._pings.report()], reports)
         self._awaited = {wait.target for wait in waits if wait.quiet_s >= self.patience_s / _POLLS}
         late = [wait for wait in waits if wait.quiet_s >= self.patience_s or wait.target == ROOM]

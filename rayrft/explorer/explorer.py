@@ -180,7 +180,7 @@ class Explorer(TaskActor):
 
     async def waiting(self) -> WaitReport:
         """Report what groups and evaluation wait for, and for how long, and why all groups have failed."""
-        return replace(self._waits.report(), trouble=self.flow.trouble or "")
+        return replace(self._waits.report(), trouble=self.flow.trouble)
 
     @once
     async def _open_rewards(self) -> None:

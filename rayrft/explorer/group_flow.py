@@ -7,6 +7,7 @@ import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, takewhile
 from typing import TYPE_CHECKING
 
 from rayrft.buffer.buffer import Buffer
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
 
 _FAILURES_IN_A_ROW = 32
-"""Consecutive groups that may fail, whatever the reason, before the run is stopped."""
+"""Consecutive groups that may fail, whatever the reason. Then the run ends, unless others have succeeded lately."""
+_PAUSE_S = 5.0
+"""Waited before a group while none succeeds any more: a service may be starting again."""
 _REMEMBERED = 10_000
 """Number of the latest groups of which failures are remembered."""
 
@@ -61,13 +64,10 @@ class GroupFlow:
         """Numbers of the latest groups that failed, in the order in which groups were started."""
         self._empty = 0
         """Number of consecutive groups of which no row was kept."""
-        self.trouble: str | None = ""
-        """Why the latest group failed; None once a group has not."""
-
-    @property
-    def rolling(self) -> int:
-        """Number of groups whose rollout has not ended."""
-        return sum(map(len, self._rolling.values()))
+        self._succeeded = float("-inf")
+        """When a group last did not fail."""
+        self.trouble = ""
+        """Why the latest group failed, if no group has succeeded yet, or none of many in a row has."""
 
     async def run(self, stage: StageConfig, algorithm: Algorithm, ticket: Ticket) -> None:
         """Roll out, score and store one group.
@@ -75,6 +75,8 @@ class GroupFlow:
         Raises ActorDied if an engine has died, OperatorFailed if ``pipelines.on_error`` is ``stop``, and RayrftError if
         too many consecutive groups fail or leave no row.
         """
+        if self.trouble and self._succeeded > 0.0:
+            await asyncio.sleep(_PAUSE_S)
         number, began = self._started, time.perf_counter()
         self._started += 1
         task = await self.task(ticket)
@@ -116,7 +118,7 @@ class GroupFlow:
         elif group.problem and not verified.rows:
             self._count_failure(number, group.problem)
         else:
-            self.trouble = None
+            self._succeeded, self.trouble = time.monotonic(), ""
         self._count_empty(group)
 
     def end_due(self, stage: StageConfig, step: int) -> None:
@@ -207,17 +209,15 @@ class GroupFlow:
             raise RayrftError(problem, remedy, field="explorer.max_tries", value=self._empty)
 
     def _count_failure(self, number: int, problem: str) -> None:
-        """Count a failed group. Raise RayrftError if too many failed in a row, in the order in which groups were
-        started: a group that fails at once does not wait for groups that are sampling."""
-        self.trouble = problem if self.trouble is not None else None
+        """Count a failed group. Raise RayrftError if too many failed in a row, in the order in which groups started, so
+        that what fails at once does not wait for what samples, and none has succeeded for ``monitor.stall_s``."""
         self.failed = {each for each in self.failed if each > number - _REMEMBERED} | {number}
-        first = last = number
-        while first - 1 in self.failed:
-            first -= 1
-        while last + 1 in self.failed:
-            last += 1
-        if last - first + 1 >= _FAILURES_IN_A_ROW:
-            problem = f"{last - first + 1} consecutive groups failed; the last: {problem}"
+        around = count(number + 1), count(number - 1, -1)
+        in_a_row = 1 + sum(1 for numbers in around for _ in takewhile(self.failed.__contains__, numbers))
+        if self._succeeded < 0.0 or in_a_row >= _FAILURES_IN_A_ROW:
+            self.trouble = problem
+        if in_a_row >= _FAILURES_IN_A_ROW and time.monotonic() - self._succeeded > self.config.monitor.stall_s:
+            problem = f"{in_a_row} consecutive groups failed; the last: {problem}"
             remedy = "fix the workflow, reward or limit; try it on a single task first"
             raise RayrftError(problem, remedy, field="explorer")
 

@@ -78,8 +78,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class WaitReport:
-    """An actor's current waits, for how long it has made no progress, what it does if it loads, and why all that it has
-    done so far has failed, if it has."""
+    """An actor's current waits, for how long it has made no progress, what it does if it loads, and why all that it
+    does fails, if it does."""
 
     waits: list[Wait]
     quiet_s: float

@@ -276,18 +276,19 @@ async def test_an_actor_whose_write_waits_for_room_is_noted_at_once_and_not_kill
     watching.cancel()
 
 
-async def test_the_first_trouble_of_an_actor_is_noted_once() -> None:
-    notes, asked = Notes(), asyncio.Semaphore(0)
+async def test_trouble_of_an_actor_is_noted_once_whenever_it_begins() -> None:
+    notes, troubles, over = Notes(), iter(["status 1", "status 1", "", "status 2", "status 2"]), asyncio.Event()
 
     async def explorer() -> WaitReport:
-        asked.release()
-        return WaitReport([], 0.0, trouble="the program ended with status 1")
+        trouble = next(troubles, None)
+        if trouble is None:
+            over.set()
+        return WaitReport([], 0.0, trouble=trouble or "")
 
     watching = asyncio.ensure_future(StallMonitor(Waits("master"), {"explorer": explorer}, notes, 0.03, 60.0).watch())
-    for _ in range(5):
-        await asyncio.wait_for(asked.acquire(), 20)
+    await asyncio.wait_for(over.wait(), 20)
     watching.cancel()
-    assert notes.texts == ["explorer: nothing has succeeded yet: the program ended with status 1"]
+    assert notes.texts == ["explorer: no group succeeds: status 1", "explorer: no group succeeds: status 2"]
 
 
 async def test_an_actor_that_a_signal_has_stopped_is_killed_long_before_a_silent_one(ray_cluster: Any) -> None:

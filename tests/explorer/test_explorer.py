@@ -20,6 +20,7 @@ from rayrft.errors import ActorDied, EnvironmentFailed, EnvironmentTimeout, Rayr
 from rayrft.experience import Task, from_batch, unpack
 from rayrft.explorer.engines.exchange import Answering, Completion, Request
 from rayrft.explorer.engines.pool import EnginePool, Member
+from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.rollout import BusyClock
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
@@ -106,6 +107,11 @@ async def make(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Callable[..., 
         await subject.close()
 
 
+async def rolling(explorer: Explorer) -> int:
+    """Return the number of groups whose rollout has not ended."""
+    return sum(each.count for each in (await explorer.waiting()).waits if each.target.startswith("workflow"))
+
+
 Make = Callable[..., Subject]
 OVER = {"explorer.over_sampling": 2.0, "explorer.drop_zero_variance": False}
 
@@ -118,7 +124,7 @@ async def test_explorers_share_the_groups_of_a_step(make: Make, tiny_model: Path
     await subject.begin()
     subject.spawn(other.explore(stage, "explorer-1"))
     await engine.until(lambda: len(engine.waiting) == stage.groups)
-    assert subject.explorer.flow.rolling == other.flow.rolling == stage.groups / 2
+    assert await rolling(subject.explorer) == await rolling(other) == stage.groups / 2
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -138,7 +144,7 @@ async def test_staleness_keeps_its_bound_and_none_is_lost_in_any_order(staleness
         lease = await subject.train(step)
         assert len(lease.staleness) == 4 and max(lease.staleness) <= staleness
         seen += lease.staleness
-    assert not engine.waiting and not engine.abandoned and subject.explorer.flow.rolling == 0, "what no step takes"
+    assert not engine.waiting and not engine.abandoned and not await rolling(subject.explorer), "what no step takes"
     await subject.buffer.close_stage()
     await exploring
     ledger = await subject.ledger()
@@ -276,6 +282,33 @@ async def test_a_run_whose_groups_all_fail_ends_with_the_cause(
     ledger = await subject.ledger()
     [(found, count)] = {**ledger.dropped, **ledger.dropped_tasks}.items()
     assert found == reason and count in dropped and ledger.sampled == sum(ledger.dropped.values())
+
+
+async def test_groups_that_succeeded_before_are_tried_until_a_service_is_back_or_away_for_long(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayrft.explorer.group_flow._PAUSE_S", 0.0)
+    service = Rewards(1.0)
+    subject = make(QuickEngine(), service, **{"explorer.drop_zero_variance": False})
+    exploring = await subject.begin()
+
+    async def fail(groups: int) -> None:
+        service.greedy, failed = None, (await subject.ledger()).dropped.get("reward_unknown", 0)
+        while (await subject.ledger()).dropped.get("reward_unknown", 0) < failed + 2 * groups:
+            assert not exploring.done()
+            await asyncio.sleep(0)
+
+    await subject.train(0)
+    await fail(40)
+    assert (await subject.explorer.waiting()).trouble == "the reward is unknown: away"
+    service.greedy = 1.0
+    await asyncio.wait_for(subject.train(1), 60)
+    assert not exploring.done() and not (await subject.explorer.waiting()).trouble
+    monitor = subject.config.monitor.model_copy(update={"stall_s": 0.01})
+    await subject.explorer.adjust(subject.config.model_copy(update={"monitor": monitor}))
+    service.greedy = None
+    with pytest.raises(RayrftError, match="consecutive groups failed; the last: the reward is unknown: away"):
+        await asyncio.wait_for(exploring, 60)
 
 
 async def test_groups_of_an_engine_that_dies_wait_for_its_successor_and_none_is_lost(make: Make) -> None:
