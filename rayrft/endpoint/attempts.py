@@ -33,7 +33,7 @@ from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
 from rayrft.rewards import RewardResult
 from rayrft.runtime.serving import key_digest
 from rayrft.runtime.serving.http import ApiError
-from rayrft.runtime.waits import cancel, settle
+from rayrft.runtime.waits import cancel, cancelled, settle
 
 R = TypeVar("R")
 
@@ -122,8 +122,7 @@ class ApplicationAttempt:
         try:
             return await asyncio.gather(*answers)
         except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
+            if cancelled():
                 raise
             raise _ended() from None
         except (ActorDied, ModelError) as error:

@@ -23,7 +23,7 @@ from rayrft.explorer.scoring import ScoredGroup
 from rayrft.explorer.unstored import UnstoredAnswers
 from rayrft.pipelines.experiences import ExperiencePipeline
 from rayrft.runtime.handle import TrackedHandle, root_cause
-from rayrft.runtime.waits import Waits
+from rayrft.runtime.waits import Waits, cancelled
 
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _FAILURES_IN_A_ROW = 32
 """Consecutive groups that may fail, whatever the reason. Then the run ends, unless others have succeeded lately."""
 _PAUSE_S = 5.0
-"""Waited before a group while none succeeds any more: a service may be starting again."""
+"""Waited before a group while none succeeds any more, one at a time: a service may be starting again."""
 _REMEMBERED = 10_000
 """Number of the latest groups of which failures are remembered."""
 
@@ -64,8 +64,8 @@ class GroupFlow:
         """Numbers of the latest groups that failed, in the order in which groups were started."""
         self._empty = 0
         """Number of consecutive groups of which no row was kept."""
-        self._succeeded = float("-inf")
-        """When a group last did not fail."""
+        self._succeeded, self._trying = float("-inf"), asyncio.Lock()
+        """When a group last did not fail; held while groups are tried one by one."""
         self.trouble = ""
         """Why the latest group failed, if no group has succeeded yet, or none of many in a row has."""
 
@@ -75,8 +75,13 @@ class GroupFlow:
         Raises ActorDied if an engine has died, OperatorFailed if ``pipelines.on_error`` is ``stop``, and RayrftError if
         too many consecutive groups fail or leave no row.
         """
-        if self.trouble and self._succeeded > 0.0:
-            await asyncio.sleep(_PAUSE_S)
+        async with self._trying:
+            if self.trouble and self._succeeded > 0.0:
+                await asyncio.sleep(_PAUSE_S)
+                return await self._run(stage, algorithm, ticket)
+        return await self._run(stage, algorithm, ticket)
+
+    async def _run(self, stage: StageConfig, algorithm: Algorithm, ticket: Ticket) -> None:
         number, began = self._started, time.perf_counter()
         self._started += 1
         task = await self.task(ticket)
@@ -148,9 +153,7 @@ class GroupFlow:
             try:
                 return await due[ticket]
             except asyncio.CancelledError:
-                current = asyncio.current_task()
-                assert current is not None  # a coroutine is running
-                if current.cancelling():  # the caller was cancelled, not just the rollout
+                if cancelled():  # not just the rollout
                     raise
                 # A group that ends cancelled by itself must not keep its ticket: the step would wait for it.
                 await self.buffer.call(Buffer.fail, ticket, "workflow_error" if ticket in due else "surplus")

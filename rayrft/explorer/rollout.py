@@ -23,6 +23,7 @@ from rayrft.explorer.trajectory import ContextFull, Model, PromptTooLong, Trajec
 from rayrft.explorer.workflows import Workflow, build_workflow
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.base import checked
+from rayrft.runtime.waits import cancelled
 
 log = logging.getLogger(__name__)
 
@@ -234,9 +235,7 @@ class Runner:
         except asyncio.CancelledError as error:
             if calls.attempts[repeat].parked:
                 return []
-            current = asyncio.current_task()
-            assert current is not None  # a coroutine is running
-            if current.cancelling():
+            if cancelled():
                 raise
             problem = f"{type(error).__name__} of a task of its own"
             return self._failure(workflow, task, "workflow_error", problem, traceback.format_exc())

@@ -16,6 +16,7 @@ from rayrft.data.reasoning import split_reasoning
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.registry import Registry
+from rayrft.runtime.waits import cancelled
 
 
 @dataclass(frozen=True)
@@ -222,8 +223,7 @@ async def score(reward: Reward, task: Task, transcript: Transcript) -> RewardRes
     except (Exception, SystemExit) as error:  # likewise
         result = _raised(error)
     except asyncio.CancelledError as error:
-        current = asyncio.current_task()
-        if current is None or current.cancelling():
+        if cancelled():
             raise
         result = _raised(error)  # of a task of the reward's own
     return replace(result, seconds=time.perf_counter() - started)

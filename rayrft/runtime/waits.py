@@ -37,6 +37,12 @@ async def cancel(*futures: asyncio.Future[Any]) -> None:
     await asyncio.gather(*futures, return_exceptions=True)
 
 
+def cancelled() -> bool:
+    """Return whether the current task has been cancelled, and not only what it waits for."""
+    current = asyncio.current_task()
+    return current is None or current.cancelling() > 0
+
+
 def in_thread(work: Callable[[], Any]) -> Any:
     """Run a coroutine in another thread and event loop, and return its result; the caller may be in an event loop,
     and an interrupt of the caller does not wait for it."""

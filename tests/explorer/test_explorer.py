@@ -287,8 +287,18 @@ async def test_a_run_whose_groups_all_fail_ends_with_the_cause(
 async def test_groups_that_succeeded_before_are_tried_until_a_service_is_back_or_away_for_long(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Service(Rewards):
+        most = running = 0
+
+        async def score(self, *asked: Any) -> Any:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            await asyncio.sleep(0)
+            self.running -= 1
+            return await super().score(*asked)
+
     monkeypatch.setattr("rayrft.explorer.group_flow._PAUSE_S", 0.0)
-    service = Rewards(1.0)
+    service = Service(1.0)
     subject = make(QuickEngine(), service, **{"explorer.drop_zero_variance": False})
     exploring = await subject.begin()
 
@@ -301,6 +311,9 @@ async def test_groups_that_succeeded_before_are_tried_until_a_service_is_back_or
     await subject.train(0)
     await fail(40)
     assert (await subject.explorer.waiting()).trouble == "the reward is unknown: away"
+    service.most = 0
+    await fail(10)
+    assert service.most == 1, "groups are tried one by one"
     service.greedy = 1.0
     await asyncio.wait_for(subject.train(1), 60)
     assert not exploring.done() and not (await subject.explorer.waiting()).trouble

@@ -204,12 +204,14 @@ def canonical(answer: MathAnswer) -> str:
     match answer:
         case Number(_, value, percent):
             return f"{value}%" if percent else str(value)
-        case Formula(text, node) if is_constant(answer):
+        case Formula(_, node) if is_constant(answer):
             try:
-                [value] = values(node)
+                [constant] = values(node)
             except (TooLarge, RecursionError):
-                return _squeezed(text)
-            return _squeezed(text) if value is None else _shown(value)
+                constant = None
+            if constant is not None:
+                exact = isinstance(constant, Fraction)
+                return str(constant if exact else mpmath.nstr(mpmath.chop(constant, 1e-30), 15))
         case Words():
             return _word(answer)
         case Relation(_, "=", left, right, name) if name or is_constant(left):
@@ -229,7 +231,3 @@ def canonical(answer: MathAnswer) -> str:
 def _squeezed(text: str) -> str:
     """Return the text without spaces, but for those between digits."""
     return re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"([\^_])\{(\w)\}", r"\1\2", text))
-
-
-def _shown(value: object) -> str:
-    return str(value if isinstance(value, Fraction) else mpmath.nstr(mpmath.chop(value, 1e-30), 15))
