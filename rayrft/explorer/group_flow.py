@@ -205,9 +205,7 @@ class GroupFlow:
         self._empty = 0 if group.rows else self._empty + bool(group.dropped)
         if self._empty >= self.config.explorer.max_tries and self.limits_tries:
             reasons = ", ".join(f"{count} {reason}" for reason, count in group.dropped.most_common())
-            problem = (
-                f"no row was kept of {self._empty} consecutive groups, so nothing is learned; dropped last: {reasons}"
-            )
+            problem = f"no row was kept of {self._empty} consecutive groups: nothing is learned; dropped: {reasons}"
             remedy = "give tasks that the model solves sometimes, but not always; relax the filters; or raise it"
             raise RayrftError(problem, remedy, field="explorer.max_tries", value=self._empty)
 
