@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.viewer.recorded import RecordedRun
+from tests.viewer.recorded import record_runs
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,23 +18,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Path]:
-    """Three runs: `words`, which finished after 12 steps, `other`, which failed, and `fresh`, which has no step yet."""
-    from tokenizers import Tokenizer
-
+def storage(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The runs of `record_runs`."""
     folder = tmp_path_factory.mktemp("runs")
-    words = RecordedRun(folder, "words", Tokenizer.from_file(str(tiny_model / "tokenizer.json")))
-    (words.folder / "model").symlink_to(tiny_model)
-    words.train(7)
-    words.note("stages.mix.algorithm.mu: 0.1 -> 0.05", key="stages.mix.algorithm.mu", old=0.1, new=0.05)
-    words.restart("its process died")
-    words.train(5)
-    words.buffer.do("feedback", "words/mix/0/task00/1", 1.0, {"quality": "good"})
-    words.finish()
-    other = RecordedRun(folder, "other", seed=1)
-    other.train(4)
-    other.finish("failed", "trainer rank 0: out of memory")
-    fresh = RecordedRun(folder, "fresh", seed=2)
-    for run in (words, other, fresh):
-        run.close()
-    yield folder
+    record_runs(folder, tiny_model)
+    return folder
