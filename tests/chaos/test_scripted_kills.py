@@ -23,17 +23,11 @@ from rayrft.monitor.records import NoteRecord, Record, RestartRecord, read_recor
 from rayrft.monitor.summary import read_summary
 from rayrft.runtime.handle import root_cause
 from tests.chaos import simulated
-from tests.chaos.kills import KINDS, describe, is_up, kind_of, make_prepared, simulate
+from tests.chaos.kills import KINDS, describe, is_up, kind_of, simulate
 from tests.chaos.scripted_run import Cluster, ScriptedPlacement
 from tests.chaos.simulated import Life, Ref, World
 from tests.errors import about
 from tests.full_disk import FullDisk
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
-    return make_prepared(tmp_path_factory.mktemp("prepared"))
-
 
 FOUND = {
     0: "a pool that was restarted let an engine join again that had joined already, which ended the run",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,28 +97,3 @@ def assert_same(config: RunConfig, reference: RunConfig) -> None:
         for each in (config, reference)
     ]
     assert values[0] == values[1], "a change was made twice, or is lost"
-
-
-def kill_anywhere(
-    make: Callable[[str], RunConfig],
-    kills: int,
-    events: Sequence[int],
-    reference: RunConfig,
-    wishes: Wishes | None = None,
-) -> None:
-    """Kill runs that ``make`` gives, by name, after random ones of these events, so often in all; each must end as the
-    reference, which was not killed."""
-    chance, left, number = random.Random(kills), kills, 0
-    while left > 0:
-        config, number = make(f"killed-{number}"), number + 1
-        for _ in range(100):
-            process, last = Process(config, wishes=wishes), chance.choice(events)
-            for count, _ in enumerate(process.events()):
-                if count == last:
-                    process.kill()
-                    left -= 1
-                    break
-            else:
-                process.end()
-                break
-        assert_same(config, reference)

@@ -1,4 +1,4 @@
-"""A run that is killed anywhere and resumed is the run that was not killed."""
+"""A run that is killed at its worst moments and resumed is the run that was not; `test_steering` kills one anywhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rayrft.config import RunConfig
 from rayrft.core.checkpoints import Checkpoints
 from rayrft.errors import StorageError
 from rayrft.monitor.records import NoteRecord, read_records
-from tests.core.resuming import Process, assert_same, end_of, kill_anywhere, make_config, steps, write_model
+from tests.core.resuming import Process, assert_same, end_of, make_config, steps, write_model
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +50,6 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 def numbers(config: RunConfig) -> list[int]:
     return [record.step for record in steps(config)]
-
-
-@pytest.mark.parametrize("most", [8, pytest.param(20, marks=pytest.mark.slow)])
-def test_kills_at_random_points_change_nothing(most: int, model: Path, tmp_path: Path, whole: Whole) -> None:
-    reference, events = whole
-    kill_anywhere(lambda name: make_config(tmp_path, model, name), most, range(len(events)), reference)
 
 
 def test_a_run_begins_again_where_no_checkpoint_was_written(model: Path, tmp_path: Path, whole: Whole) -> None:

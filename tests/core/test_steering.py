@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ from rayrft.monitor.records import EvaluationRecord, NoteRecord, StepRecord, rea
 from tests.core.given import run_folder
 from tests.core.looping import Subject
 from tests.core.resumable import Wishes
-from tests.core.resuming import Process, assert_same, kill_anywhere, make_config, steps, write_model
+from tests.core.resuming import Process, assert_same, make_config, steps, write_model
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 from tests.errors import about
 
@@ -83,13 +84,26 @@ def test_changes_apply_from_the_next_step_and_are_in_history_journal_and_config(
     assert (mix["algorithm"]["mu"], mix["optimizer"]["lr"], mix["steps"]) == (0.4, 1e-3, 8)
 
 
-@pytest.mark.parametrize("most", [6, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [10, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_changed_run_that_is_killed_anywhere_is_the_one_that_was_not(
     most: int, model: Path, tmp_path: Path, changed: tuple[RunConfig, list[str]]
 ) -> None:
     reference, events = changed
-    later = range(len(events) // 2, len(events))
-    kill_anywhere(lambda name: make_config(tmp_path, model, name), most, later, reference, WISHES)
+    chance, kills, number = random.Random(most), 0, 0
+    while kills < most:
+        config = make_config(tmp_path, model, f"killed-{number}")
+        number += 1
+        for _ in range(100):
+            process, last = Process(config, wishes=WISHES), chance.randrange(len(events))
+            for count, _ in enumerate(process.events()):
+                if count == last:
+                    process.kill()
+                    kills += 1
+                    break
+            else:
+                process.end()
+                break
+        assert_same(config, reference)
 
 
 def test_a_run_that_is_stopped_while_it_is_paused_resumes_as_it_was(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
+from huggingface_hub import constants
 
 import rayrft
 from rayrft.buffer.reader import Archive
@@ -29,7 +28,6 @@ from rayrft.monitor.summary import read_summary
 from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import VIEWS, Viewer
 from tests.browser import Window, needs_chromium, served
-from tests.conftest import ROOT
 from tests.e2e.conftest import WITHOUT_VLLM, Call, small_config
 from tests.hub import TOKEN, hub
 from tests.viewer.client import Client
@@ -205,17 +203,19 @@ def test_a_checkpoint_is_exported_as_it_was_saved(finished: Any, tmp_path: Path,
     assert again.returncode == 1 and "not empty" in again.stderr
 
 
-def test_a_checkpoint_is_pushed_to_the_hub_with_a_card_of_how_it_was_made(finished: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_is_pushed_to_the_hub_with_a_card_of_how_it_was_made(
+    finished: Any, tmp_path: Path, rayrft: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, summary, _ = finished
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with hub() as (url, kept):
 
-        def export(to: str, **environment: str) -> subprocess.CompletedProcess[str]:
-            command = [sys.executable, "-m", "rayrft", "export", str(run.folder), "--to", str(tmp_path / to)]
-            env = {**os.environ, "HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN, **environment}
-            command += ["--push", "acme/words", "--private"]
-            return subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+        def export(to: str, endpoint: str = url, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
+            monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+            monkeypatch.setenv("HF_TOKEN", token)
+            return rayrft("export", str(run.folder), "--to", str(tmp_path / to), "--push", "acme/words", "--private")
 
-        for problem in ({"HF_TOKEN": "hf_wrong"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
+        for problem in ({"token": "hf_wrong"}, {"endpoint": "http://127.0.0.1:9"}):
             refused = export("none", **problem)
             assert refused.returncode == 1 and "push: the hub refused" in refused.stderr, refused.stderr
             assert "Traceback" not in refused.stderr and not (tmp_path / "none").exists() and not kept.files

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,3 +24,10 @@ def storage(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     record_runs(folder, tiny_model)
     return folder
+
+
+@pytest.fixture
+def copied(storage: Path, tmp_path: Path) -> Path:
+    """A storage with a copy of `words`, to be changed."""
+    shutil.copytree(storage / "words", tmp_path / "words", symlinks=True)
+    return tmp_path

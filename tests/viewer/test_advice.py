@@ -57,7 +57,6 @@ async def test_the_cause_for_which_all_answers_fail_is_told_before_their_equal_r
     first, last = (await client.ask("advice", run="words"))["advisories"]
     assert (first["name"], last["name"]) == (cause, "Nothing tells answers apart") and "easier tasks" in last["remedy"]
     assert (await client.rows(where=first["where"], task_id=task.id))["count"] > 0
-    await client.http.aclose()
 
 
 def test_rows_that_were_dropped_before_the_buffer_are_said_not_to_be_in_the_log() -> None:
@@ -89,7 +88,6 @@ async def test_the_page_tells_the_cause_of_a_sick_run_with_rows_of_its_log(cause
     assert (await client.rows(where=first["where"]))["count"] > 0
     run = await client.ask("run", run="words")
     assert not first["curve"] or first["curve"] in run["columns"]
-    await client.http.aclose()
 
 
 def test_every_cause_is_planted() -> None:

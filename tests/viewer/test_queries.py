@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,17 +28,8 @@ from tests.viewer.recorded import FILTERS, GROUPS, ROWS, SCRIPT, RecordedRun, st
 
 
 @pytest.fixture
-async def client(storage: Path) -> AsyncIterator[Client]:
-    client = Client(storage)
-    yield client
-    await client.http.aclose()
-
-
-@pytest.fixture
-def copied(storage: Path, tmp_path: Path) -> Path:
-    """A storage with a copy of `words`, to be changed."""
-    shutil.copytree(storage / "words", tmp_path / "words", symlinks=True)
-    return tmp_path
+def client(storage: Path) -> Client:
+    return Client(storage)
 
 
 def every_row(storage: Path) -> list[dict[str, Any]]:
@@ -235,7 +224,6 @@ async def test_the_plan_of_a_recorded_run_is_the_one_of_its_config(storage: Path
     [asked] = load_run_config(storage / "words").stages
     assert found["problem"] == "" and (stage["stage"], stage["rows"]) == ("mix", asked.groups * asked.group_size)
     assert (await client.refused("report", run="words", name="plans"))[0] == "name"
-    await client.http.aclose()
 
 
 async def test_what_is_not_known_is_refused_by_its_name(client: Client) -> None:
