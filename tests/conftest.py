@@ -130,6 +130,16 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
 
 
 @pytest.fixture(scope="session")
+def recorded_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The folder of the runs that `record_runs` writes. Who changes one takes a copy."""
+    from tests.viewer.recorded import record_runs
+
+    folder = tmp_path_factory.mktemp("runs")
+    record_runs(folder, tiny_model)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def squares(tmp_path_factory: pytest.TempPathFactory) -> list[Task]:
     """Tasks about pictures."""
     from rayrft.config.tasks import TaskSourceConfig

@@ -53,9 +53,10 @@ def test_kills_are_survived(seed: int, prepared: PreparedRun, tmp_path: Path) ->
     print(outcome.report)
 
 
-def test_a_kill_of_each_kind_is_survived(prepared: PreparedRun, tmp_path: Path) -> None:
-    outcome = simulate(29, 20, prepared, tmp_path)
+def test_a_kill_of_each_kind_is_survived_and_the_seed_reproduces_the_run(prepared: PreparedRun, tmp_path: Path) -> None:
+    outcome, again = (simulate(29, 20, prepared, tmp_path / name) for name in "ab")
     assert not outcome.problems, describe(outcome)
+    assert (outcome.killed, outcome.seconds) == (again.killed, again.seconds)
     assert {*map(kind_of, outcome.killed)} == {*KINDS}
     restarts = [each for each in read_records(outcome.folder) if isinstance(each, RestartRecord)]
     assert {"reward", "operators", "keeper", "auxiliary engines"} <= {each.part for each in restarts}
@@ -152,12 +153,6 @@ def test_before_a_node_is_drained_a_run_writes_a_checkpoint_once_and_its_engine_
     assert before["engine-0"] == after["engine-0"] > 0 and before["engine-1"] < after["engine-1"]
     notes = [each.text for each in read_records(outcome.folder) if isinstance(each, NoteRecord)]
     assert sum("drains a node" in text for text in notes) == 1
-
-
-def test_a_seed_reproduces_a_run(prepared: PreparedRun, tmp_path: Path) -> None:
-    first, second = (simulate(23, 5, prepared, tmp_path / name) for name in "ab")
-    assert (first.killed, first.seconds) == (second.killed, second.seconds)
-    assert len(first.killed) == 5
 
 
 def test_steps_before_the_first_checkpoint_are_repeated_on_the_model_of_the_beginning(

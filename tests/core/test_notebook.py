@@ -25,7 +25,7 @@ from tests.buffer.rows import group
 from tests.errors import about
 from tests.monitor.made import evaluation, step
 from tests.scripted import handle
-from tests.viewer.recorded import SCRIPT, record_runs
+from tests.viewer.recorded import SCRIPT
 
 TAGS = {"div", "span", "b", "table", "tr", "th", "td", "img", "code", "svg", "polyline"}
 
@@ -54,17 +54,9 @@ def shown(value: Any) -> Page:
     return page
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """The runs of `record_runs`: `words` has finished, `other` has failed, and `fresh` has not taken a step."""
-    folder = tmp_path_factory.mktemp("runs")
-    record_runs(folder, tiny_model)
-    return folder
-
-
 @pytest.fixture
-def run(recorded: Path) -> Callable[[str], Run]:
-    return lambda name: Run(name, recorded / name, handle(None))
+def run(recorded_runs: Path) -> Callable[[str], Run]:
+    return lambda name: Run(name, recorded_runs / name, handle(None))
 
 
 def test_a_group_is_shown_side_by_side_with_its_tokens_and_texts_stay_texts(
@@ -126,11 +118,11 @@ def test_a_run_shows_its_state_and_its_end(run: Callable[[str], Run], monkeypatc
 
 
 def test_an_ended_run_is_read_from_its_folder_without_a_cluster(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch
+    recorded_runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(recorded)
-    words, fresh = read_run(recorded / "words"), read_run("fresh")
-    assert repr(words) == f"<RunFiles words in {recorded / 'words'}>" and fresh.folder == recorded / "fresh"
+    monkeypatch.chdir(recorded_runs)
+    words, fresh = read_run(recorded_runs / "words"), read_run("fresh")
+    assert repr(words) == f"<RunFiles words in {recorded_runs / 'words'}>" and fresh.folder == recorded_runs / "fresh"
     assert words.status().status == "finished" and "finished" in shown(words).text and len(words.metrics()) == 12
     assert "it left no summary" in str(fresh.status().error)
     assert [row.source for row in words.group("90/0").rows] == ["expert"]

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.viewer.recorded import record_runs
-
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -18,12 +16,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield Path(os.environ["XDG_CACHE_HOME"])
 
 
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """The runs of `record_runs`."""
-    folder = tmp_path_factory.mktemp("runs")
-    record_runs(folder, tiny_model)
-    return folder
+@pytest.fixture(scope="session")
+def storage(recorded_runs: Path) -> Path:
+    return recorded_runs
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from rayrft.explorer.unstored import UnstoredAnswers
 from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import Viewer
 from rayrft.viewer.folders import Reports
+from rayrft.viewer.index import read_log_rows
 from tests import browser
 from tests.browser import expect, needs_chromium
 from tests.viewer.recorded import FILTERS, GROUPS, KEY, ROWS, SCRIPT, RecordedRun, stretch
@@ -93,8 +95,7 @@ def opened(browser: Any, url: str) -> Iterator[Open]:
             window.leave()
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_every_view_opens_from_the_one_before_and_fits(width: int, scheme: str, opened: Open) -> None:
     window = opened(viewport={"width": width, "height": 844}, color_scheme=scheme)
     window.see("article.run").to_have_count(3)
@@ -458,3 +459,21 @@ def test_a_damaged_log_is_named_on_the_page(opened: Open, copied: Path) -> None:
     window.see("main .problem").to_contain_text("the file was changed since it was written")
     window.open("?view=run&run=words")
     window.see("main .problem").to_contain_text("is damaged in the line at byte 0")
+
+
+def test_rows_whose_log_was_still_being_read_are_shown_once_it_has_been(
+    opened: Open, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = threading.Event()
+
+    def read_when_let(*given: Any) -> Any:
+        assert held.wait(60)
+        return read_log_rows(*given)
+
+    monkeypatch.setattr("rayrft.viewer.index.read_log_rows", read_when_let)
+    window = opened(storage=copied)
+    window.click("article.run a:text-is('words')")
+    window.click("nav a:text-is('Experiences')")
+    window.see("main .notice").to_contain_text("Reading the log")
+    held.set()
+    window.see("table.rows tbody tr").to_have_count(50)
