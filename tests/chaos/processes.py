@@ -52,7 +52,7 @@ def at_work(raylet: psutil.Process) -> set[psutil.Process]:
 
 def until_ended(found: Callable[[], set[psutil.Process]]) -> None:
     """Return once none of these processes is left: they end a moment after their actors."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while left := found():
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
