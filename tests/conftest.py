@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -15,6 +15,9 @@ import yaml
 from hypothesis import settings
 
 from rayrft.experience import Task
+
+if TYPE_CHECKING:
+    from rayrft.core.preflight import PreparedRun
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # beside other lanes, threads that wait for each other only burn time
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -115,6 +118,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     prompts = [f"Spell this word backward: {word}" for word in ("cat", "horse", "bird")]
     make_tiny_model(TinyModelConfig(layers=2, hidden_size=64, heads=2), prompts, [], folder, max_length=64, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
+    """The inputs of whole runs in simulated time."""
+    from tests.chaos.kills import make_prepared
+
+    return make_prepared(tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.fixture(scope="session")
+def recorded_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The folder of the runs that `record_runs` writes. Who changes one takes a copy."""
+    from tests.viewer.recorded import record_runs
+
+    folder = tmp_path_factory.mktemp("runs")
+    record_runs(folder, tiny_model)
     return folder
 
 

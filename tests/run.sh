@@ -4,11 +4,11 @@
 #
 #   bash tests/run.sh [--all] [argument of pytest …]
 #
-#   --all    also what is marked slow: 150 kills of the Buffer instead of 15, 10,000 histories instead of 100, jobs that
+#   --all    also what is marked slow: 100 kills of the Buffer instead of 10, 10,000 histories instead of 100, jobs that
 #            share a Buffer, several Explorers, rewards on Ray Serve, PPO and DPO from three seeds instead of one, the
 #            quickstart as shipped at more than twice the length, a resumed run with engines beside one without
-#            a fault, a run whose real engines and ranks are killed at their worst moments, a run of which every
-#            kind of actor dies, 20 random kills, two runs at once, a hundred cancelled ones, a bench that is killed, operators of Data-Juicer,
+#            a fault, a run whose real engines and ranks are killed at their worst moments, a run that is
+#            scaled and has 20 random kills, two runs at once, a hundred cancelled ones, a bench that is killed, operators of Data-Juicer,
 #            evaluation on engines beside training and settings of the Buffer, each in a real run, reloads of seven families, the
 #            check of GPUs on CPUs, shared GPUs under kills,
 #            the feedback page while its server is away, a real Prometheus beside a run, the newest release of every integration, lm-eval, inspect-ai, verifiers,

@@ -179,7 +179,7 @@ class Stopped(Exception):
     """The user asked the run to stop."""
 
 
-async def supervise(main: Coroutine[Any, Any, T], watches: dict[str, Awaitable[Any]]) -> T:
+async def supervise(main: Coroutine[Any, Any, None], watches: dict[str, Awaitable[Any]]) -> None:
     """Run ``main`` while watching actors. A watch is a call that ends only when its actor fails.
 
     Raises the root cause: the death of an actor if there is one, else the error of ``main``.
@@ -189,7 +189,7 @@ async def supervise(main: Coroutine[Any, Any, T], watches: dict[str, Awaitable[A
     try:
         await asyncio.wait({work, *watching}, return_when=asyncio.FIRST_COMPLETED)
         if work.done() and not work.cancelled() and work.exception() is None:
-            return work.result()
+            return
         failure = work.exception() if work.done() and not work.cancelled() else None
         lost = failure is not None and isinstance(root_cause(failure), ActorUnreachable)
         grace = _LOST_S if lost else _GRACE_S
@@ -197,7 +197,7 @@ async def supervise(main: Coroutine[Any, Any, T], watches: dict[str, Awaitable[A
         for dead in deaths:
             if (error := dead.exception()) is not None:
                 raise error
-        return await work
+        await work
     finally:
         await cancel(work, *watching)
 

@@ -148,8 +148,6 @@ def test_what_a_person_wrote_is_erased_by_session_response_or_age_and_the_ledger
 
 # A full Buffer
 
-Opened = Callable[..., LocalBuffer]
-
 
 def put(buffer: LocalBuffer, deviations: dict[int, float]) -> None:
     for number, deviation in deviations.items():

@@ -24,11 +24,6 @@ from tests.scripted import handle
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-@pytest.fixture
-def buffer(start: Callable[..., Any]) -> Any:
-    return start()
-
-
 @pytest.fixture(scope="module")
 def filled(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handle[Any]]:
     """A Buffer of two groups of five rows, the first of which finished last."""
@@ -47,7 +42,15 @@ def rows_of(made: Any) -> list[Experience]:
     return [row for table in ray.get(made.to_arrow_refs()) for part in table.to_batches() for row in from_batch(part)]
 
 
-def test_a_dataset_has_every_held_row_as_it_was_put(buffer: Any) -> None:
+def test_a_dataset_has_every_held_row_as_it_was_put_and_without_any_it_knows_its_columns(
+    start: Callable[..., Any],
+) -> None:
+    buffer = start()
+    made = dataset(handle(buffer))
+    assert made.count() == 0 and newest(handle(buffer), 3) == []
+    assert made.schema().base_schema.equals(SCHEMA)
+    assert dataset(handle(buffer), columns=["reward", "labels"]).schema().names == ["reward", "labels"]
+    assert list(dataset(handle(buffer), columns=["reward"]).to_pandas().columns) in (["reward"], [])
     rich = replace(
         group(3)[0],
         labels={"quality": "good"},
@@ -61,14 +64,6 @@ def test_a_dataset_has_every_held_row_as_it_was_put(buffer: Any) -> None:
     [found] = [row for row in rows_of(made) if row.experience_id == "3/0"]
     assert (found.labels, found.reward_components, found.turns) == (rich.labels, rich.reward_components, rich.turns)
     assert found.token_ids.tolist() == rich.token_ids.tolist() and found.weight_versions == rich.weight_versions
-
-
-def test_an_empty_store_gives_an_empty_dataset_that_knows_its_columns(buffer: Any) -> None:
-    made = dataset(handle(buffer))
-    assert made.count() == 0 and newest(handle(buffer), 3) == []
-    assert made.schema().base_schema.equals(SCHEMA)
-    assert dataset(handle(buffer), columns=["reward", "labels"]).schema().names == ["reward", "labels"]
-    assert list(dataset(handle(buffer), columns=["reward"]).to_pandas().columns) in (["reward"], [])
 
 
 def test_what_happens_later_does_not_disturb_a_dataset(start: Callable[..., Any]) -> None:
@@ -93,7 +88,8 @@ def test_columns_and_a_condition_on_a_column_that_is_not_selected(filled: Handle
     assert dataset(filled, where="reward > 100").count() == 0
 
 
-def test_rows_keep_their_order_under_a_condition(buffer: Any) -> None:
+def test_rows_keep_their_order_under_a_condition(start: Callable[..., Any]) -> None:
+    buffer = start()
     many = [replace(row, reward=float(n % 3)) for n, row in enumerate(group(1, rows=70_000, length=2))]
     put(buffer, many)
     kept = dataset(handle(buffer), columns=["experience_id"], where="reward = 1").to_pandas()
@@ -110,31 +106,28 @@ def test_what_cannot_be_read_is_refused_before_anything_is_read(filled: Handle[A
             dataset(filled, **asked)
 
 
-def test_rows_can_be_looked_at_while_a_run_has_every_cpu(buffer: Any) -> None:
-    put(buffer, group(1))
+def test_rows_can_be_looked_at_while_a_run_has_every_cpu(filled: Handle[Any]) -> None:
     everything = ray.util.placement_group([{"CPU": ray.available_resources()["CPU"]}])
     ray.get(everything.ready(), timeout=30)
     try:
-        assert ids(dataset(handle(buffer))) == ["1/0", "1/1"] and dataset(handle(buffer)).count() == 2
-        assert len(dataset(handle(buffer), where="reward = 1").to_pandas()) == 1
-        assert load_dataset(handle(buffer), dataset(handle(buffer)), "found") == 2
-        assert len(newest(handle(buffer), 5)) == 2
+        assert len(ids(dataset(filled))) == 10 and dataset(filled).count() == 10
+        assert len(dataset(filled, where="reward = 1").to_pandas()) == 2
+        assert load_dataset(filled, dataset(filled), "looked_at") == 10
+        assert len(newest(filled, 5)) == 5
     finally:
         ray.util.remove_placement_group(everything)
 
 
-def test_what_a_run_found_can_be_imitated(buffer: Any) -> None:
-    put(buffer, group(1, rows=4), group(2, rows=4))
-    assert load_dataset(handle(buffer), dataset(handle(buffer), where="reward >= 2"), "found") == 4
-    ray.get(buffer.open_stage.remote(plan(0, expert_rows=4, demonstrations="found")))
-    lease = ray.get(buffer.lease.remote(0, 1, 5))
-    rows = train_rows(lease, "sft")
-    assert sorted(int(row.token_ids[0]) for row in rows) == [12, 13, 22, 23]
+def test_what_a_run_found_can_be_imitated(filled: Handle[Any]) -> None:
+    assert load_dataset(filled, dataset(filled, where="reward >= 3"), "found") == 4
+    fetch(filled.call(Buffer.open_stage, plan(0, expert_rows=4, demonstrations="found")))
+    rows = train_rows(fetch(filled.call(Buffer.lease, 0, 1, 5)), "sft")
+    assert sorted(int(row.token_ids[0]) for row in rows) == [13, 14, 23, 24]
     assert all(row.expert and not row.advantages.any() for row in rows)
-    assert dataset(handle(buffer)).count() == 8, "expert rows are a store of their own"
-    found = rows_of(dataset(handle(buffer), "expert/found"))
+    assert dataset(filled).count() == 10, "expert rows are a store of their own"
+    found = rows_of(dataset(filled, "expert/found"))
     assert [row.source for row in found] == ["expert"] * 4
-    assert all(row.reward in (2.0, 3.0) and row.weight_versions for row in found), "where they came from is kept"
+    assert all(row.reward in (3.0, 4.0) and row.weight_versions for row in found), "where they came from is kept"
 
 
 def test_loaded_rows_keep_the_order_of_the_dataset(filled: Handle[Any]) -> None:

@@ -344,15 +344,6 @@ class TestLostEnd:
         buffer.do("ack", 0)
         buffer.do("resume", 1, "life")
 
-    def test_a_write_that_a_crash_left_unfinished_is_cut_off_and_said(self, opened: Opened) -> None:
-        buffer = self.filled(opened, "always")
-        assert buffer.do("resume", 0, "first")[1] == 0
-        buffer.kill()
-        for file in (*buffer.folder.glob("journal*"), *buffer.folder.glob("segment*")):
-            file.write_bytes(file.read_bytes() + b"half")
-        buffer.open()
-        assert buffer.do("resume", 0, "second")[1] == 8 and held(buffer) == list(range(6))
-
 
 class TestDoors:
     def test_a_report_that_is_not_a_number_does_not_keep_the_log_from_being_read(self, buffer: LocalBuffer) -> None:

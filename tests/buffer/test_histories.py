@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.leases import Leasing
-from rayrft.errors import LeaseEnded
-from tests.buffer.simulation import Stuck, run_history
-
-pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+from tests.buffer.simulation import run_history
 
 
 @pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 10_000), marks=pytest.mark.slow)], ids=len)
@@ -74,23 +72,22 @@ def open_any_stage(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Buffer, "open_stage", open_stage)
 
 
-@pytest.mark.parametrize(
-    ("fault", "first"),
-    [(forget_requests, 10), (take_back_any_lease, 48), (wait_for_repeated_weights, 583), (open_any_stage, 84)],
-)
+FAULTS = [forget_requests, take_back_any_lease, wait_for_repeated_weights, open_any_stage]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_histories_find_what_they_are_there_for(
-    fault: Callable[[pytest.MonkeyPatch], None], first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each fault makes an actor wait without end, or loses or doubles a group. A history at or after number
-    ``first`` finds it."""
+    """Each fault makes an actor wait without end, or loses or doubles a group."""
     fault(monkeypatch)
 
     def found(seed: int) -> bool:
         with monkeypatch.context() as patch:
             try:
                 run_history(seed, tmp_path / str(seed), patch)
-            except (Stuck, LeaseEnded, TimeoutError, AssertionError, KeyError):
+            except (AssertionError, RayTaskError):
                 return True
         return False
 
-    assert any(found(seed) for seed in range(first, first + 400))
+    assert any(map(found, range(100)))

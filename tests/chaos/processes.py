@@ -13,6 +13,7 @@ import psutil
 
 import rayrft
 from rayrft.monitor.records import Record, RestartRecord, StepRecord, read_records
+from rayrft.monitor.summary import Summary
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
@@ -51,7 +52,7 @@ def at_work(raylet: psutil.Process) -> set[psutil.Process]:
 
 def until_ended(found: Callable[[], set[psutil.Process]]) -> None:
     """Return once none of these processes is left: they end a moment after their actors."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while left := found():
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
@@ -109,6 +110,16 @@ def more_steps(run: rayrft.Run, count: int) -> None:
 def new_restarts(run: rayrft.Run, known: int) -> list[RestartRecord]:
     """Wait for restarts after the first ones."""
     return until(run, lambda: recorded(run, RestartRecord)[known:])
+
+
+def check_steps(run: rayrft.Run, summary: Summary) -> None:
+    """The run has taken each step once, on fresh rows, of which it has 16 a step after the three of the warm-up."""
+    steps = recorded(run, StepRecord)
+    assert [step.step for step in steps] == list(range(1, summary.steps + 1))
+    assert [step.version for step in steps] == sorted(step.version for step in steps)
+    assert max(step.staleness_max or 0 for step in steps) == 0
+    assert summary.ledger is not None and summary.ledger.closes
+    assert summary.ledger.trained == sum(step.usual_rows for step in steps) == 16 * (summary.steps - 3)
 
 
 def final_weights(run: rayrft.Run) -> bytes:

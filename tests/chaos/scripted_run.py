@@ -417,42 +417,32 @@ class ScriptedPlacement:
     def count(self, name: str) -> int:
         return next(part.count for part in self.parts if part.name == name)
 
-    def actor(self, cls: Any, part: str, *, name: str | None = None, bundle: int = -1, restarts: int = 0) -> Placed:
-        found, name = self._found, name or part
-        return Placed(self.cluster, cls, name, bool(restarts), name in found and not found.discard(name))
-
-    def remove(self) -> None:
-        for actor in self.cluster.world.living:
-            if actor.name != "master":
-                actor.kill(restart=False)
-
-
-@dataclass
-class Placed:
-    cluster: Cluster
-    cls: Any
-    name: str
-    restarts: bool
-    found: bool
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Handle[Any]:
-        if self.found and (handle := self.cluster.world.handle(self.name)) is not None:
-            return handle
-        return self.cluster.world.create(self.name, self._maker(arguments, keywords), restarts=self.restarts)
-
-    def _maker(self, arguments: Any, keywords: Any) -> Callable[[Life], Any]:
+    def actor(self, cls: Any, part: str, *, name: str | None = None, bundle: int = -1, restarts: int = 0) -> Any:
+        world, name = self.cluster.world, name or part
+        left = name in self._found and not self._found.discard(name)
         scripted: dict[Any, Any] = {
             RolloutEngine: self.cluster.engine,
             Trainer: ScriptedTrainer,
             OperatorActor: ScriptedOperators,
         }
-        arguments, keywords = sent((arguments, keywords), None)
 
-        def make(life: Life) -> Any:
-            given, named = sent((arguments, keywords), life)
-            given = [each.get() if isinstance(each, Ref) else each for each in given]
-            if self.cls in scripted:
-                return scripted[self.cls](self.cluster, life, *given, **named)
-            return self.cls(*given, **named)
+        def create(*arguments: Any, **keywords: Any) -> Handle[Any]:
+            if left and (handle := world.handle(name)) is not None:
+                return handle
+            arguments, keywords = sent((arguments, keywords), None)
 
-        return make
+            def make(life: Life) -> Any:
+                given, named = sent((arguments, keywords), life)
+                given = [each.get() if isinstance(each, Ref) else each for each in given]
+                if cls in scripted:
+                    return scripted[cls](self.cluster, life, *given, **named)
+                return cls(*given, **named)
+
+            return world.create(name, make, restarts=bool(restarts))
+
+        return create
+
+    def remove(self) -> None:
+        for actor in self.cluster.world.living:
+            if actor.name != "master":
+                actor.kill(restart=False)

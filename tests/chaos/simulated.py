@@ -142,6 +142,9 @@ class Actor:
         arrives = max(loop.time() + self.world.chance.uniform(0, _LATENCY_S), self._sent.get(call.holder, 0.0) + 1e-6)
         self._sent[call.holder] = arrives
         loop.call_at(arrives, self._arrive, call, context=contextvars.Context())
+        if self.world.repeated is not None and self.world.chance.random() < self.world.repeated(call.method):
+            late = self.world.chance.expovariate(1 / self.world.chance.choice((0.02, 0.5, 3.0)))
+            loop.call_later(late, self._arrive, call, context=contextvars.Context())
 
     def kill(self, *, restart: bool) -> None:
         """Kill its process; without ``restart``, for good."""
@@ -320,6 +323,8 @@ class World:
         """Called with each process that ends."""
         self.on_result: list[Callable[[Life, str, Any, Any], None]] = []
         """Called with each call that ends well: its process, method, arguments and result."""
+        self.repeated: Callable[[str], float] | None = None
+        """How often a call of a method is executed once more, late, as where a connection is lost for a moment."""
         self.problems: list[str] = []
         """What was wrong."""
 

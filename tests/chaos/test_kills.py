@@ -66,14 +66,10 @@ class Reaper:
 
 
 class Trainer:
-    """Takes step after step, and now and then one twice.
+    """Takes step after step, now and then one twice, and now and then gives a step's groups back before it trains."""
 
-    ``returns``: now and then it gives a step's groups back before it trains on them, which changes their order.
-    Otherwise it now and then resumes from a few steps before, which takes the tickets of producers that have any.
-    """
-
-    def __init__(self, buffer: Any, chance: random.Random, *, returns: bool = False) -> None:
-        self._buffer, self._chance, self._returns = buffer, chance, returns
+    def __init__(self, buffer: Any, chance: random.Random) -> None:
+        self._buffer, self._chance = buffer, chance
         self.trained: list[list[str]] = []
         self.stale = 0
         self.enough = asyncio.Event()
@@ -89,7 +85,7 @@ class Trainer:
                 return
             if self._chance.random() < 0.3:
                 assert await self._take(step) == ids
-            if self._returns and self._chance.random() < 0.2:
+            if self._chance.random() < 0.2:
                 await self._buffer.requeue.remote(step, draw)
                 continue
             await self._buffer.ack.remote(step)
@@ -98,11 +94,6 @@ class Trainer:
                 self.enough.set()
             await self._buffer.advance.remote(step + 1)
             await self._buffer.cover.remote(step - 3)
-            if not self._returns and step > 3 and self._chance.random() < 0.1:
-                await self._buffer.resume.remote(step - 2, f"again-{step}")
-                for again in range(step - 2, step + 1):
-                    assert await self._take(again) == self.trained[again]
-                    await self._buffer.ack.remote(again)
 
     async def _take(self, step: int) -> list[str]:
         """The rows of the step's lease. Blocks may die with the process that made them: then it is asked for again."""
@@ -132,10 +123,6 @@ class Producer:
         while tickets := await self._buffer.admit.remote(self._name, call := call + 1, 4):
             await asyncio.gather(*(self._use(ticket) for ticket in tickets))
 
-    async def without(self, until: tuple[asyncio.Event, ...]) -> None:
-        while not all(event.is_set() for event in until):
-            await self._put(len(self.put), f"{self._name}-{len(self.put)}")
-
     async def _use(self, ticket: Ticket) -> None:
         await asyncio.sleep(self._chance.uniform(0, 0.02))
         draw = self._chance.random()
@@ -146,17 +133,16 @@ class Producer:
             await self._buffer.drop.remote(ticket, {"zero_variance": 2}, GroupReport(rows=2))
             self.dropped += 1
         else:
-            await self._put(ticket.sequence, f"{self._name}-{ticket.sequence}", ticket)
+            name = f"{self._name}-{ticket.sequence}"
+            rows = group(
+                ticket.sequence, length=self._chance.choice([4, 4, 4, 4, 5000]), version=ticket.version, name=name
+            )
+            await self._writer.put(to_batch(rows), GroupReport(rows=2, reward_sum=1.0, scored=2), ticket=ticket)
+            self.put.append(name)
 
-    async def _put(self, number: int, name: str, ticket: Ticket | None = None) -> None:
-        version = 0 if ticket is None else ticket.version
-        rows = group(number, length=self._chance.choice([4, 4, 4, 4, 5000]), version=version, name=name)
-        await self._writer.put(to_batch(rows), GroupReport(rows=2, reward_sum=1.0, scored=2), ticket=ticket)
-        self.put.append(name)
 
-
-async def settle(buffer: Any, trainer: Trainer, producers: list[Producer]) -> list[str]:
-    """Every group that was acknowledged is trained once, or held, or counted; gives those that are held."""
+async def settle(buffer: Any, trainer: Trainer, producers: list[Producer]) -> None:
+    """Every group that was acknowledged is trained once, or held, or counted."""
     stats = await buffer.stats.remote()
     held: list[str] = []
     for ref, rows in await buffer.partition.remote("usual"):
@@ -173,7 +159,6 @@ async def settle(buffer: Any, trainer: Trainer, producers: list[Producer]) -> li
     assert stats.ledger.dropped_tasks.get("workflow_error", 0) == sum(producer.failed for producer in producers)
     ledger = stats.ledger
     assert (ledger.sampled, ledger.trained, ledger.held) == (len(put) + filtered, len(trained), len(held))
-    return held
 
 
 @pytest.fixture
@@ -184,19 +169,15 @@ def actors() -> Iterator[list[Any]]:
         ray.kill(actor)
 
 
-def begin(reaper: Reaper, folder: Path, *arguments: Any) -> Any:
-    """A Buffer that Ray starts again whenever the reaper has killed it."""
-    options = {**FOREVER, "max_concurrency": 1000, "name": f"mortal:{folder.name}"}
-    return ray.remote(MortalBuffer).options(**options).remote(reaper.door, "run", folder, CONFIG, 0, *arguments)
-
-
 @pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
 async def test_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, actors: list[Any], kills: int) -> None:
     chance = random.Random(0)
     async with Reaper(chance, kills) as reaper:
-        actors.append(buffer := begin(reaper, tmp_path, TASKS))
+        options = {**FOREVER, "max_concurrency": 1000, "name": f"mortal:{tmp_path.name}"}
+        mortal = ray.remote(MortalBuffer).options(**options)
+        actors.append(buffer := mortal.remote(reaper.door, "run", tmp_path, CONFIG, 0, TASKS))
         await buffer.open_stage.remote(plan(3, max_staleness=1))
-        trainer = Trainer(buffer, chance, returns=True)
+        trainer = Trainer(buffer, chance)
         producers = [Producer(name, buffer, chance) for name in "ab"]
         working = [asyncio.create_task(each) for each in (trainer.train(), *(p.with_tickets() for p in producers))]
         for event in (reaper.done, trainer.enough):
@@ -205,29 +186,3 @@ async def test_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, a
         await asyncio.gather(*working)
         await settle(buffer, trainer, producers)
         assert trainer.stale <= 1
-
-
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
-async def test_kills_of_the_buffer_keep_the_order(tmp_path: Path, actors: list[Any], kills: int) -> None:
-    chance = random.Random(1)
-    async with Reaper(chance, kills) as reaper:
-        actors.append(buffer := begin(reaper, tmp_path))
-        await buffer.open_stage.remote(plan(3, scheduled=False))
-        trainer = Trainer(buffer, chance)
-        producers = [Producer(name, buffer, chance) for name in "ab"]
-        training = asyncio.create_task(trainer.train())
-        events = (reaper.done, trainer.enough)
-        producing = [asyncio.create_task(producer.without(events)) for producer in producers]
-        await asyncio.wait({training, *producing}, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.gather(*producing)
-        await buffer.close_stage.remote()
-        await training
-        held = await settle(buffer, trainer, producers)
-        for producer in "ab":
-            order = [turn for step in [*trainer.trained, held] for turn in turns(step, producer)]
-            assert order == list(range(len(order))), "in the order in which its groups came"
-
-
-def turns(rows: list[str], producer: str) -> list[int]:
-    """Which of the producer's groups these rows are, by number."""
-    return sorted({int(row.split("/")[0].split("-")[1]) for row in rows if row.startswith(producer)})

@@ -1,4 +1,4 @@
-"""A whole run whose actors are killed at random moments, several at once, by a number as the seed."""
+"""A whole run that is scaled, and killed at random moments, several actors at once, by a number as the seed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 import rayrft
 from rayrft.errors import RayrftError
-from rayrft.monitor.records import RestartRecord, StepRecord
-from tests.chaos.processes import final_weights, find, more_steps, recorded, send, until
+from rayrft.monitor.records import EvaluationRecord, RestartRecord
+from tests.chaos.processes import check_steps, final_weights, find, more_steps, new_restarts, recorded, send, until
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
 KILLS = 20
@@ -52,8 +52,11 @@ class Reaper:
 
     def _kill(self) -> None:
         kind = self._chance.choice(list(KINDS))
+        self.kill(kind, self._chance.choice(KINDS[kind]))
+
+    def kill(self, kind: str, actor: str) -> None:
         try:
-            pid = find(self._run, self._chance.choice(KINDS[kind]))
+            pid = find(self._run, actor)
         except RayrftError:  # the Master is being restarted
             return
         if send(pid):
@@ -82,7 +85,11 @@ def test_random_kills_are_survived(seed: int, tmp_path: Path) -> None:
     run = rayrft.start(config, say=lambda _: None, **changes)
     try:
         more_steps(run, 1)
+        assert run.scale(3) == 2
         reaper = Reaper(run, seed)
+        reaper.kill("engines", "engine-2")
+        new_restarts(run, 0)
+        assert run.scale(2) == 3 and "engine-2" not in run.pids()
         reaper.reap()
         more_steps(run, 5)
         run.skip_stage()
@@ -90,18 +97,17 @@ def test_random_kills_are_survived(seed: int, tmp_path: Path) -> None:
     finally:
         run.kill()
     assert summary.status == "finished"
-    steps, restarts = recorded(run, StepRecord), recorded(run, RestartRecord)
-    assert [step.step for step in steps] == list(range(1, summary.steps + 1))
-    assert [step.version for step in steps] == sorted(step.version for step in steps)
-    assert max(step.staleness_max or 0 for step in steps) == 0
-    assert summary.ledger is not None and summary.ledger.closes
-    assert summary.ledger.trained == sum(step.usual_rows for step in steps) == 16 * (summary.steps - 3)
+    check_steps(run, summary)
+    evaluated = [(each.stage, each.step, each.temperature) for each in recorded(run, EvaluationRecord)]
+    assert len({*evaluated}) == len(evaluated) and evaluated[-1][1] == summary.steps
     config |= {"storage": str(tmp_path / "undisturbed")}
     config["stages"][1] |= {"steps": summary.steps - 3}
     undisturbed = rayrft.start(config, say=lambda _: None, **changes)
     assert undisturbed.result().steps == summary.steps and not recorded(undisturbed, RestartRecord)
     assert final_weights(run) == final_weights(undisturbed)
-    killed, counted = Counter(reaper.killed), Counter(record.part for record in restarts)
+    restarts = recorded(run, RestartRecord)
+    assert all(each.seconds > 0 and each.cause for each in restarts)
+    killed, counted = Counter(reaper.killed), Counter(each.part for each in restarts)
     assert killed.total() == KILLS and killed.keys() >= counted.keys() - {"trainer"}
     assert {kind: each.count for kind, each in summary.restarts.items()} == counted
     for kind, count in sorted(killed.items()):

@@ -19,6 +19,7 @@ from rayrft.monitor.summary import Summary
 from tests.chaos.held_engines import held
 from tests.chaos.processes import (
     at_work,
+    check_steps,
     find,
     more_steps,
     new_restarts,
@@ -145,12 +146,7 @@ def test_the_run_takes_steps_while_an_engine_that_died_is_being_replaced(disturb
 
 
 def test_each_step_is_taken_once_on_fresh_rows(disturbed: Disturbed) -> None:
-    summary, steps = disturbed.summary, recorded(disturbed.run, StepRecord)
-    assert [step.step for step in steps] == list(range(1, summary.steps + 1))
-    assert [step.version for step in steps] == sorted(step.version for step in steps)
-    assert max(step.staleness_max or 0 for step in steps) == 0
-    assert summary.ledger is not None and summary.ledger.closes
-    assert summary.ledger.trained == sum(step.usual_rows for step in steps) == 16 * (summary.steps - 3)
+    check_steps(disturbed.run, disturbed.summary)
 
 
 def test_no_process_of_the_run_is_left(disturbed: Disturbed) -> None:

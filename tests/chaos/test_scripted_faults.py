@@ -13,12 +13,7 @@ from rayrft.core.preflight import PreparedRun
 from rayrft.errors import NotFinite, OutOfMemory
 from rayrft.monitor.records import NoteRecord, RestartRecord, read_records
 from rayrft.trainer.api import RankSetup
-from tests.chaos.kills import Outcome, describe, make_prepared, simulate
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
-    return make_prepared(tmp_path_factory.mktemp("prepared"))
+from tests.chaos.kills import Outcome, describe, simulate
 
 
 class Spoiled:

@@ -13,17 +13,12 @@ from rayrft.config import load_config
 from rayrft.core.plan import engine_share, plan_memory
 from rayrft.core.preflight import PreparedRun
 from tests.chaos.gpu_ledger import GpuLedger, use_gpus
-from tests.chaos.kills import STEPS, Outcome, describe, make_prepared, simulate
+from tests.chaos.kills import STEPS, Outcome, describe, simulate
 from tests.core.given import config_of
 from tests.trainer.families import SHAPES
 
 SIZE = 80.0
 SHARED = {"explorer.engine.gpus": 0.45, "trainer.gpus": 0.5, "weight_sync.backend": "ipc"}
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
-    return make_prepared(tmp_path_factory.mktemp("prepared"))
 
 
 def run(

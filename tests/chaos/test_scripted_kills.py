@@ -23,17 +23,11 @@ from rayrft.monitor.records import NoteRecord, Record, RestartRecord, read_recor
 from rayrft.monitor.summary import read_summary
 from rayrft.runtime.handle import root_cause
 from tests.chaos import simulated
-from tests.chaos.kills import KINDS, describe, is_up, kind_of, make_prepared, simulate
+from tests.chaos.kills import KINDS, describe, is_up, kind_of, simulate
 from tests.chaos.scripted_run import Cluster, ScriptedPlacement
 from tests.chaos.simulated import Life, Ref, World
 from tests.errors import about
 from tests.full_disk import FullDisk
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
-    return make_prepared(tmp_path_factory.mktemp("prepared"))
-
 
 FOUND = {
     0: "a pool that was restarted let an engine join again that had joined already, which ended the run",
@@ -48,26 +42,21 @@ FOUND = {
 """Seeds of runs that failed, and why. Each fault that is fixed changes what later runs draw."""
 
 
-@pytest.mark.parametrize("seed", FOUND)
-def test_kills_that_once_broke_a_run_are_survived(seed: int, prepared: PreparedRun, tmp_path: Path) -> None:
+MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 115)]
+
+
+@pytest.mark.parametrize("seed", [*FOUND, *MORE])
+def test_kills_are_survived(seed: int, prepared: PreparedRun, tmp_path: Path) -> None:
     outcome = simulate(seed, 20, prepared, tmp_path)
     assert not outcome.problems, describe(outcome)
-
-
-MORE = [pytest.param(seed, 20, marks=pytest.mark.slow) for seed in range(100, 115)]
-
-
-@pytest.mark.parametrize(("seed", "kills"), [(20, 10), (21, 10), *MORE])
-def test_kills_are_survived(seed: int, kills: int, prepared: PreparedRun, tmp_path: Path) -> None:
-    outcome = simulate(seed, kills, prepared, tmp_path)
-    assert not outcome.problems, describe(outcome)
-    assert len(outcome.killed) == kills
+    assert len(outcome.killed) == 20
     print(outcome.report)
 
 
-def test_a_kill_of_each_kind_is_survived(prepared: PreparedRun, tmp_path: Path) -> None:
-    outcome = simulate(29, 20, prepared, tmp_path)
+def test_a_kill_of_each_kind_is_survived_and_the_seed_reproduces_the_run(prepared: PreparedRun, tmp_path: Path) -> None:
+    outcome, again = (simulate(29, 20, prepared, tmp_path / name) for name in "ab")
     assert not outcome.problems, describe(outcome)
+    assert (outcome.killed, outcome.seconds) == (again.killed, again.seconds)
     assert {*map(kind_of, outcome.killed)} == {*KINDS}
     restarts = [each for each in read_records(outcome.folder) if isinstance(each, RestartRecord)]
     assert {"reward", "operators", "keeper", "auxiliary engines"} <= {each.part for each in restarts}
@@ -164,12 +153,6 @@ def test_before_a_node_is_drained_a_run_writes_a_checkpoint_once_and_its_engine_
     assert before["engine-0"] == after["engine-0"] > 0 and before["engine-1"] < after["engine-1"]
     notes = [each.text for each in read_records(outcome.folder) if isinstance(each, NoteRecord)]
     assert sum("drains a node" in text for text in notes) == 1
-
-
-def test_a_seed_reproduces_a_run(prepared: PreparedRun, tmp_path: Path) -> None:
-    first, second = (simulate(23, 5, prepared, tmp_path / name) for name in "ab")
-    assert (first.killed, first.seconds) == (second.killed, second.seconds)
-    assert len(first.killed) == 5
 
 
 def test_steps_before_the_first_checkpoint_are_repeated_on_the_model_of_the_beginning(

@@ -155,17 +155,6 @@ def make_image(root: Path, release: str, mirror: str) -> Image:
     return image
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("# no\nRUN a; \\\n  # nor this\n  b\n", [("RUN", "a;    b")]),
-        ('FROM ${BASE}\n\nSHELL ["/bin/bash", "-c"]\n', [("FROM", "${BASE}"), ("SHELL", '["/bin/bash", "-c"]')]),
-    ],
-)
-def test_a_containerfile_is_read_by_instruction(text: str, found: list[tuple[str, str]]) -> None:
-    assert instructions(text) == found
-
-
 @pytest.mark.slow
 def test_an_image_without_gpus_has_the_command_and_takes_the_quickstart(image: Image) -> None:
     assert (image.user, image.folder) == ("1000", "/home/ray") and not (image.root / "opt/rayrft/.git").exists()

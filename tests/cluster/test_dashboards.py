@@ -34,127 +34,74 @@ ALERTS = [
     rule for group in yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"] for rule in group["rules"]
 ]
 
-_SOURCE = {
-    "type": "object",
-    "properties": {"type": {"const": "prometheus"}, "uid": {"const": "${datasource}"}},
-    "required": ["type", "uid"],
-    "additionalProperties": False,
-}
-_PLACE = {
-    "type": "object",
-    "properties": {
-        "x": {"type": "integer", "minimum": 0, "maximum": 23},
-        "y": {"type": "integer", "minimum": 0},
-        "w": {"type": "integer", "minimum": 1, "maximum": 24},
-        "h": {"type": "integer", "minimum": 1},
-    },
-    "required": ["x", "y", "w", "h"],
-    "additionalProperties": False,
-}
-_TARGET = {
-    "type": "object",
-    "properties": {
-        "refId": {"type": "string", "pattern": "^[A-Z]$"},
-        "datasource": _SOURCE,
-        "expr": {"type": "string", "minLength": 1},
-        "legendFormat": {"type": "string", "minLength": 1},
-    },
-    "required": ["refId", "datasource", "expr", "legendFormat"],
-    "additionalProperties": False,
-}
-_FIELDS = {
-    "type": "object",
-    "properties": {
-        "defaults": {
-            "type": "object",
-            "properties": {
-                "unit": {"enum": ["none", "percentunit", "s"]},
-                "custom": {
-                    "type": "object",
-                    "properties": {
-                        "showPoints": {"enum": ["auto", "never", "always"]},
-                        "fillOpacity": {"type": "integer", "minimum": 0, "maximum": 100},
-                        "stacking": {
-                            "type": "object",
-                            "properties": {
-                                "mode": {"enum": ["none", "normal", "percent"]},
-                                "group": {"type": "string"},
-                            },
-                            "required": ["mode", "group"],
-                            "additionalProperties": False,
-                        },
-                    },
-                    "additionalProperties": False,
-                },
-            },
-            "required": ["unit"],
-            "additionalProperties": False,
-        },
-        "overrides": {"type": "array", "maxItems": 0},
-    },
-    "required": ["defaults", "overrides"],
-    "additionalProperties": False,
-}
-_CURVES = {
-    "type": "object",
-    "properties": {
-        "id": {"type": "integer", "minimum": 1},
-        "type": {"const": "timeseries"},
-        "title": {"type": "string", "minLength": 1},
-        "description": {"type": "string"},
-        "datasource": _SOURCE,
-        "gridPos": _PLACE,
-        "fieldConfig": _FIELDS,
-        "options": {"type": "object", "required": ["legend", "tooltip"]},
-        "targets": {"type": "array", "items": _TARGET, "minItems": 1},
-    },
-    "required": ["id", "type", "title", "datasource", "gridPos", "fieldConfig", "options", "targets"],
-    "additionalProperties": False,
-}
-_ROW = {
-    "type": "object",
-    "properties": {
-        "id": {"type": "integer", "minimum": 1},
-        "type": {"const": "row"},
-        "title": {"type": "string", "minLength": 1},
-        "collapsed": {"type": "boolean"},
-        "gridPos": _PLACE,
-        "panels": {"type": "array", "items": _CURVES},
-    },
-    "required": ["id", "type", "title", "collapsed", "gridPos", "panels"],
-    "additionalProperties": False,
-}
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "uid": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,40}$"},
-        "title": {"type": "string", "minLength": 1},
-        "schemaVersion": {"type": "integer", "minimum": 36},
-        "tags": {"type": "array", "items": {"type": "string"}},
-        "editable": {"type": "boolean"},
-        "graphTooltip": {"enum": [0, 1, 2]},
-        "refresh": {"type": "string"},
-        "time": {"type": "object", "required": ["from", "to"]},
-        "annotations": {"type": "object", "required": ["list"]},
-        "templating": {
-            "type": "object",
-            "properties": {
-                "list": {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "properties": {"name": {"type": "string"}, "type": {"enum": ["datasource", "query"]}},
-                        "required": ["name", "type", "query"],
-                    },
-                }
-            },
-            "required": ["list"],
-        },
-        "panels": {"type": "array", "items": {"anyOf": [_CURVES, _ROW]}, "minItems": 1},
-    },
-    "required": ["uid", "title", "schemaVersion", "time", "templating", "panels"],
-    "additionalProperties": False,
-}
+
+def _exactly(*optional: str, **fields: Any) -> dict[str, Any]:
+    """The schema of an object with these fields and no others."""
+    required = [name for name in fields if name not in optional]
+    return {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+
+
+def _with(*fields: str) -> dict[str, Any]:
+    """The schema of an object with at least these fields."""
+    return {"type": "object", "required": [*fields]}
+
+
+def _integer(least: int, most: int = 1 << 31) -> dict[str, Any]:
+    return {"type": "integer", "minimum": least, "maximum": most}
+
+
+def _some(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+_TEXT, _NAME = {"type": "string"}, {"type": "string", "minLength": 1}
+_SOURCE = _exactly(type={"const": "prometheus"}, uid={"const": "${datasource}"})
+_PLACE = _exactly(x=_integer(0, 23), y=_integer(0), w=_integer(1, 24), h=_integer(1))
+_TARGET = _exactly(refId={"type": "string", "pattern": "^[A-Z]$"}, datasource=_SOURCE, expr=_NAME, legendFormat=_NAME)
+_CUSTOM = _exactly(
+    *("showPoints", "fillOpacity", "stacking"),
+    showPoints={"enum": ["auto", "never", "always"]},
+    fillOpacity=_integer(0, 100),
+    stacking=_exactly(mode={"enum": ["none", "normal", "percent"]}, group=_TEXT),
+)
+_CURVES = _exactly(
+    "description",
+    id=_integer(1),
+    type={"const": "timeseries"},
+    title=_NAME,
+    description=_TEXT,
+    datasource=_SOURCE,
+    gridPos=_PLACE,
+    fieldConfig=_exactly(
+        defaults=_exactly("custom", unit={"enum": ["none", "percentunit", "s"]}, custom=_CUSTOM),
+        overrides={"type": "array", "maxItems": 0},
+    ),
+    options=_with("legend", "tooltip"),
+    targets=_some(_TARGET),
+)
+_ROW = _exactly(
+    id=_integer(1),
+    type={"const": "row"},
+    title=_NAME,
+    collapsed={"type": "boolean"},
+    gridPos=_PLACE,
+    panels={"type": "array", "items": _CURVES},
+)
+_VARIABLE = _with("name", "type", "query") | {"properties": {"name": _TEXT, "type": {"enum": ["datasource", "query"]}}}
+SCHEMA = _exactly(
+    *("tags", "editable", "graphTooltip", "refresh", "annotations"),
+    uid={"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,40}$"},
+    title=_NAME,
+    schemaVersion=_integer(36),
+    tags={"type": "array", "items": _TEXT},
+    editable={"type": "boolean"},
+    graphTooltip={"enum": [0, 1, 2]},
+    refresh=_TEXT,
+    time=_with("from", "to"),
+    annotations=_with("list"),
+    templating=_with("list") | {"properties": {"list": {"type": "array", "items": _VARIABLE}}},
+    panels=_some({"anyOf": [_CURVES, _ROW]}),
+)
 """Of Grafana's dashboard model (https://grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model),
 what this dashboard uses: a key that it does not know is an error here, whereas Grafana would ignore it."""
 

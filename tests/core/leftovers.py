@@ -30,7 +30,7 @@ def free() -> dict[str, float]:
 def until_free(living: set[str], room: dict[str, float]) -> None:
     """Return when no other actors live than these, and as much is free: processes end, and Ray reports what they held,
     a moment later, also that of a run before."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (alive() <= living and all(free()[key] >= amount for key, amount in room.items())):
         assert time.monotonic() < deadline, (alive() - living, free(), room)
         time.sleep(0.1)

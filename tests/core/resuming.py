@@ -8,10 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rayrft.config import RunConfig, load_config
+from rayrft.core.steering import histories
+from rayrft.monitor.records import StepRecord, read_records
 from tests.core.resumable import Wishes, run
 from tests.e2e.conftest import small_config
 from tests.runtime.forks import FORKS
+from tests.trainer.learners import qwen3
+
+
+def write_model(folder: Path) -> Path:
+    """Write the model that these runs train; return its folder."""
+    torch.manual_seed(0)
+    qwen3(50, 16, 32, layers=2, heads=2).save_pretrained(folder)
+    return folder
 
 
 def make_config(storage: Path, model: Path, name: str, **overrides: Any) -> RunConfig:
@@ -65,3 +77,23 @@ def trained(config: RunConfig) -> dict[int, list[str]]:
 
 def end_of(config: RunConfig) -> Any:
     return json.loads((config.folder / "end.json").read_text())
+
+
+def steps(config: RunConfig) -> list[StepRecord]:
+    return [record for record in read_records(config.folder) if isinstance(record, StepRecord)]
+
+
+def assert_same(config: RunConfig, reference: RunConfig) -> None:
+    """Compare two runs that have ended: rows, weights, steps, ledgers, and the changes of their configs."""
+    assert trained(config) == trained(reference)
+    weights = [torch.load(each.folder / "weights.pt") for each in (config, reference)]
+    torch.testing.assert_close(*weights, atol=1e-6, rtol=0)
+    assert end_of(config) == end_of(reference)
+    numbers = [record.step for record in steps(config)]
+    assert numbers == [record.step for record in steps(reference)], "a step was counted twice, or not at all"
+    assert numbers == [*range(1, len(numbers) + 1)]
+    values = [
+        {key: [change.new for change in changes] for key, changes in histories(each.folder).items()}
+        for each in (config, reference)
+    ]
+    assert values[0] == values[1], "a change was made twice, or is lost"

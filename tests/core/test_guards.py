@@ -17,17 +17,12 @@ from rayrft.core.steering import Steering
 from rayrft.errors import ConfigError, GuardTripped
 from rayrft.monitor.ray_metrics import RayMetrics
 from rayrft.monitor.records import NoteRecord, StepRecord, flat, read_records
-from tests.chaos.kills import Outcome, describe, make_prepared, simulate
+from tests.chaos.kills import Outcome, describe, simulate
 from tests.chaos.scripted_run import Cluster
 from tests.core.looping import Subject
 from tests.e2e.conftest import small_config
 from tests.errors import about
 from tests.monitor import made
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
-    return make_prepared(tmp_path_factory.mktemp("prepared"))
 
 
 def test_guards_know_the_numbers_of_a_step() -> None:

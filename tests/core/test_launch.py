@@ -90,7 +90,7 @@ def test_a_folder_that_was_moved_is_resumed_where_it_lies(ended: RunConfig, tmp_
 
 
 def test_a_run_that_did_not_begin_is_started_instead(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a run folder"):
+    with pytest.raises(ConfigError, match="not a run folder", check=about("run", str(tmp_path))):
         launch.resume(tmp_path)
     config = run_folder(tmp_path, "run")
     with pytest.raises(ConfigError, match=r"the run was never started .*[Ss]tart it instead"):

@@ -25,7 +25,7 @@ from tests.buffer.rows import group
 from tests.errors import about
 from tests.monitor.made import evaluation, step
 from tests.scripted import handle
-from tests.viewer.recorded import SCRIPT, RecordedRun
+from tests.viewer.recorded import SCRIPT
 
 TAGS = {"div", "span", "b", "table", "tr", "th", "td", "img", "code", "svg", "polyline"}
 
@@ -54,28 +54,9 @@ def shown(value: Any) -> Page:
     return page
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Path]:
-    """Runs: `words` has finished, `failed` has failed, and `fresh` has not taken a step."""
-    from tokenizers import Tokenizer
-
-    folder = tmp_path_factory.mktemp("runs")
-    words = RecordedRun(folder, "words", Tokenizer.from_file(str(tiny_model / "tokenizer.json")))
-    (words.folder / "model").symlink_to(tiny_model)
-    words.train(3)
-    words.finish()
-    failed = RecordedRun(folder, "failed", seed=1)
-    failed.train(2)
-    failed.finish("failed", f"trainer: {SCRIPT}")
-    fresh = RecordedRun(folder, "fresh", seed=2)
-    for run in (words, failed, fresh):
-        run.close()
-    yield folder
-
-
 @pytest.fixture
-def run(recorded: Path) -> Callable[[str], Run]:
-    return lambda name: Run(name, recorded / name, handle(None))
+def run(recorded_runs: Path) -> Callable[[str], Run]:
+    return lambda name: Run(name, recorded_runs / name, handle(None))
 
 
 def test_a_group_is_shown_side_by_side_with_its_tokens_and_texts_stay_texts(
@@ -104,12 +85,12 @@ def test_the_less_probable_a_token_the_redder_it_is() -> None:
 
 
 def test_without_a_tokenizer_a_group_has_turns_and_an_unknown_id_is_an_error(run: Callable[[str], Run]) -> None:
-    page = shown(run("failed").group("failed/mix/3/task03"))
+    page = shown(run("other").group("other/mix/3/task03"))
     assert not [tag for tag, _ in page.elements if tag == "span"] and "how much is 3 + 40?" in page.text
     images = [attributes["src"] or "" for tag, attributes in page.elements if tag == "img"]
     assert images and all(source.startswith("data:image/png;base64,") for source in images)
     with pytest.raises(DataError, match="no row of this id"):
-        run("failed").group("failed/mix/9/none")
+        run("other").group("other/mix/9/none")
 
 
 def test_a_row_with_nothing_but_its_tokens_is_shown_and_long_ones_are_cut() -> None:
@@ -129,7 +110,7 @@ def test_a_run_shows_its_state_and_its_end(run: Callable[[str], Run], monkeypatc
     for part in ("words", "finished", "mix", "sampled", "rayrft view "):
         assert part in page.text, part
     assert any(tag == "polyline" for tag, _ in page.elements)
-    assert SCRIPT in shown(run("failed")).text
+    assert SCRIPT in shown(run("other")).text
     status = RunStatus("fresh", "running", None, 0, 0, None, ["trainer waits for <rows>"], None)
     monkeypatch.setattr(Run, "status", lambda self: status)
     assert "trainer waits for <rows>" in shown(run("fresh")).text and "running" in shown(status).text
@@ -137,12 +118,12 @@ def test_a_run_shows_its_state_and_its_end(run: Callable[[str], Run], monkeypatc
 
 
 def test_an_ended_run_is_read_from_its_folder_without_a_cluster(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch
+    recorded_runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(recorded)
-    words, fresh = read_run(recorded / "words"), read_run("fresh")
-    assert repr(words) == f"<RunFiles words in {recorded / 'words'}>" and fresh.folder == recorded / "fresh"
-    assert words.status().status == "finished" and "finished" in shown(words).text and len(words.metrics()) == 3
+    monkeypatch.chdir(recorded_runs)
+    words, fresh = read_run(recorded_runs / "words"), read_run("fresh")
+    assert repr(words) == f"<RunFiles words in {recorded_runs / 'words'}>" and fresh.folder == recorded_runs / "fresh"
+    assert words.status().status == "finished" and "finished" in shown(words).text and len(words.metrics()) == 12
     assert "it left no summary" in str(fresh.status().error)
     assert [row.source for row in words.group("90/0").rows] == ["expert"]
     with pytest.raises(RunNotFound, check=about("run", "word")):

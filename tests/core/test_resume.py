@@ -1,29 +1,23 @@
-"""A run that is killed anywhere and resumed is the run that was not killed."""
+"""A run that is killed at its worst moments and resumed is the run that was not; `test_steering` kills one anywhere."""
 
 from __future__ import annotations
 
-import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rayrft.config import RunConfig
 from rayrft.core.checkpoints import Checkpoints
 from rayrft.errors import StorageError
-from rayrft.monitor.records import NoteRecord, StepRecord, read_records
-from tests.core.resuming import Process, end_of, make_config, trained
-from tests.trainer.learners import qwen3
+from rayrft.monitor.records import NoteRecord, read_records
+from tests.core.resuming import Process, assert_same, end_of, make_config, steps, write_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    qwen3(50, 16, 32, layers=2, heads=2).save_pretrained(folder)
-    return folder
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 Whole = tuple[RunConfig, list[str]]
@@ -49,38 +43,13 @@ def go_through(config: RunConfig, like: RunConfig | None = None) -> list[str]:
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """A run that was not killed, and its events."""
     config = make_config(tmp_path_factory.mktemp("reference"), model, "whole")
-    return config, go_through(config)
+    events = go_through(config)
+    assert numbers(config) == list(range(1, 16))
+    return config, events
 
 
-def assert_same(config: RunConfig, reference: RunConfig) -> None:
-    assert trained(config) == trained(reference)
-    weights = [torch.load(each.folder / "weights.pt") for each in (config, reference)]
-    torch.testing.assert_close(*weights, atol=1e-6, rtol=0)
-    assert end_of(config) == end_of(reference)
-    assert steps(config) == list(range(1, 16)), "a step was counted twice, or not at all"
-
-
-def steps(config: RunConfig) -> list[int]:
-    return [record.step for record in read_records(config.folder) if isinstance(record, StepRecord)]
-
-
-@pytest.mark.parametrize("most", [8, pytest.param(20, marks=pytest.mark.slow)])
-def test_kills_at_random_points_change_nothing(most: int, model: Path, tmp_path: Path, whole: Whole) -> None:
-    chance, kills, number = random.Random(most), 0, 0
-    while kills < most:
-        config = make_config(tmp_path, model, f"killed-{number}")
-        number += 1
-        for _ in range(100):
-            process, last = Process(config), chance.randrange(len(whole[1]))
-            for count, _ in enumerate(process.events()):
-                if count == last:
-                    process.kill()
-                    kills += 1
-                    break
-            else:
-                process.end()
-                break
-        assert_same(config, whole[0])
+def numbers(config: RunConfig) -> list[int]:
+    return [record.step for record in steps(config)]
 
 
 def test_a_run_begins_again_where_no_checkpoint_was_written(model: Path, tmp_path: Path, whole: Whole) -> None:
@@ -128,7 +97,7 @@ def test_a_row_that_steps_fail_on_is_left_out_after_the_second_time(model: Path,
     first, second, third = (until_end(config, poisoned=9)[-1] for _ in range(3))
     [row] = second
     assert row in first and "/9/" in row and third == "end"
-    assert steps(config) == list(range(1, 16))
+    assert numbers(config) == list(range(1, 16))
     assert end_of(config)["trained"] == end_of(whole[0])["trained"] - 2, "the row and the other one of its group"
 
 
@@ -142,14 +111,14 @@ def test_a_finished_stage_takes_more_steps_when_it_is_told_to(model: Path, tmp_p
     longer = make_config(tmp_path, model, "longer", **{"stages.mix.steps": 12})
     shutil.copytree(whole[0].folder, longer.folder, dirs_exist_ok=True)
     go_through(longer)
-    assert steps(longer) == list(range(1, 18))
+    assert numbers(longer) == list(range(1, 18))
 
 
 def test_the_last_and_the_best_checkpoints_are_kept(model: Path, tmp_path: Path) -> None:
     overrides = {"checkpoint.keep_last": 2, "checkpoint.keep_best": 1, "checkpoint.best_by": "reward"}
     config = make_config(tmp_path, model, "kept", **overrides)
     go_through(config)
-    rewards = {r.step: r.reward for r in read_records(config.folder) if isinstance(r, StepRecord) and r.reward}
+    rewards = {record.step: record.reward for record in steps(config) if record.reward}
     kept = sorted(int(path.name.removeprefix("step-")) for path in (config.folder / "checkpoints").glob("step-*"))
     saved = [step for step in (8, 11, 14, 15) if step in rewards]
     notes = [r.data.get("checkpoint") for r in read_records(config.folder) if isinstance(r, NoteRecord)]

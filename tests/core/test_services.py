@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
@@ -60,8 +61,24 @@ def anything(device: str = "cpu") -> Any:
     return lambda task, response: 1.0
 
 
-def test_the_command_starts_what_is_asked_alone_and_ends_it(tiny_model: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, given(tmp_path, tiny_model), catch_exceptions=False)
+WAITS = {"placement": {"wait_s": 60}}
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster is full until somebody who waits has looked for room."""
+    ray.get((others := placement_group([{"CPU": 4}])).ready())
+
+    def looks_for_room(plan: list[Bundles], *wait: Any) -> None:
+        check_room(plan, *wait)  # raises PlacementError unless it may wait
+        remove_placement_group(others)
+
+    monkeypatch.setattr(services, "check_room", looks_for_room)
+
+
+@pytest.mark.usefixtures("full")
+def test_the_command_waits_for_room_starts_what_is_asked_alone_and_ends_it(tiny_model: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, given(tmp_path, tiny_model, **WAITS), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     found = read(tmp_path / "out.jsonl")
     assert len(found) == 3 and all(row["response"] and row["made_by"] == "hinted_solutions/1" for row in found)
@@ -205,28 +222,11 @@ class Deployed(Exception):
     """The end of the test: there is room for what is deployed."""
 
 
-@pytest.mark.parametrize("what", ["engines", "rewards"])
-def test_room_on_a_full_cluster_is_waited_for(
-    what: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ray.get((others := placement_group([{"CPU": 4}])).ready())
-
-    def looks_for_room(plan: list[Bundles], *wait: Any) -> None:
-        check_room(plan, *wait)  # raises PlacementError unless it may wait
-        remove_placement_group(others)
-
-    def deploys(*_: Any, **__: Any) -> None:
-        raise Deployed
-
-    monkeypatch.setattr(services, "check_room", looks_for_room)
-    monkeypatch.setattr("rayrft.rewards.service.rewards_open", deploys)
-    waits = {"placement": {"wait_s": 60}}
-    if what == "engines":
-        result = CliRunner().invoke(app, given(tmp_path, tiny_model, **waits), catch_exceptions=False)
-        assert result.exit_code == 0 and len(read(tmp_path / "out.jsonl")) == 3
-    else:
-        with pytest.raises(Deployed):
-            services.serve_rewards(RewardServiceConfig.model_validate({"reward": {"name": "math"}, **waits}))
+@pytest.mark.usefixtures("full")
+def test_rewards_wait_for_room_on_a_full_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayrft.rewards.service.rewards_open", mock.Mock(side_effect=Deployed))
+    with pytest.raises(Deployed):
+        services.serve_rewards(RewardServiceConfig.model_validate({"reward": {"name": "math"}, **WAITS}))
 
 
 def source(config: Any, field: str) -> list[Task]:

@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -37,10 +36,9 @@ from rayrft.monitor.records import EvaluationRecord, NoteRecord, StepRecord, rea
 from tests.core.given import run_folder
 from tests.core.looping import Subject
 from tests.core.resumable import Wishes
-from tests.core.resuming import Process, end_of, make_config, trained
+from tests.core.resuming import Process, assert_same, make_config, steps, write_model
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 from tests.errors import about
-from tests.trainer.learners import qwen3
 
 MU, LR, STEPS = (f"stages.mix.{key}" for key in ("algorithm.mu", "optimizer.lr", "steps"))
 WISHES: Wishes = {
@@ -55,10 +53,7 @@ WISHES: Wishes = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    qwen3(50, 16, 32, layers=2, heads=2).save_pretrained(folder)
-    return folder
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +64,6 @@ def changed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     events = list(process.events())
     process.end()
     yield config, events
-
-
-def steps(config: RunConfig) -> list[StepRecord]:
-    return [record for record in read_records(config.folder) if isinstance(record, StepRecord)]
 
 
 def test_changes_apply_from_the_next_step_and_are_in_history_journal_and_config(
@@ -93,7 +84,7 @@ def test_changes_apply_from_the_next_step_and_are_in_history_journal_and_config(
     assert (mix["algorithm"]["mu"], mix["optimizer"]["lr"], mix["steps"]) == (0.4, 1e-3, 8)
 
 
-@pytest.mark.parametrize("most", [6, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [10, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_changed_run_that_is_killed_anywhere_is_the_one_that_was_not(
     most: int, model: Path, tmp_path: Path, changed: tuple[RunConfig, list[str]]
 ) -> None:
@@ -103,7 +94,7 @@ def test_a_changed_run_that_is_killed_anywhere_is_the_one_that_was_not(
         config = make_config(tmp_path, model, f"killed-{number}")
         number += 1
         for _ in range(100):
-            process, last = Process(config, wishes=WISHES), chance.randrange(len(events) // 2, len(events))
+            process, last = Process(config, wishes=WISHES), chance.randrange(len(events))
             for count, _ in enumerate(process.events()):
                 if count == last:
                     process.kill()
@@ -112,20 +103,7 @@ def test_a_changed_run_that_is_killed_anywhere_is_the_one_that_was_not(
             else:
                 process.end()
                 break
-        assert_equal(config, reference)
-
-
-def assert_equal(config: RunConfig, reference: RunConfig) -> None:
-    assert trained(config) == trained(reference)
-    weights = [torch.load(each.folder / "weights.pt") for each in (config, reference)]
-    torch.testing.assert_close(*weights, atol=1e-6, rtol=0)
-    assert end_of(config) == end_of(reference)
-    assert [record.step for record in steps(config)] == list(range(1, 14))
-    values = [
-        {key: [change.new for change in changes] for key, changes in histories(each.folder).items()}
-        for each in (config, reference)
-    ]
-    assert values[0] == values[1], "a change was made twice, or is lost"
+        assert_same(config, reference)
 
 
 def test_a_run_that_is_stopped_while_it_is_paused_resumes_as_it_was(
@@ -140,7 +118,7 @@ def test_a_run_that_is_stopped_while_it_is_paused_resumes_as_it_was(
     process = Process(config, wishes=wishes)
     assert [*process.events()][-1] == "end"
     process.end()
-    assert_equal(config, changed[0])
+    assert_same(config, changed[0])
 
 
 ATTACHED = """

@@ -32,13 +32,6 @@ async def never() -> None:
     await asyncio.Event().wait()
 
 
-async def test_the_result_comes_through() -> None:
-    async def main() -> int:
-        return 7
-
-    assert await supervise(main(), {"engine": never()}) == 7
-
-
 async def test_a_death_is_preferred_to_the_errors_that_follow_from_it() -> None:
     told = asyncio.Event()
 
@@ -69,14 +62,6 @@ async def test_the_loss_of_a_node_is_waited_for_where_a_call_could_not_reach_it(
 
     with pytest.raises(ActorDied, check=about("engine-0")):
         await supervise(main(), {"engine-0": dies()})
-
-
-async def test_an_error_without_a_death_is_raised_as_it_is() -> None:
-    async def main() -> None:
-        raise DataError("no rows", field="tasks.path")
-
-    with pytest.raises(DataError, check=about("tasks.path")):
-        await supervise(main(), {"engine": never()})
 
 
 def test_the_root_cause_is_found_under_groups() -> None:

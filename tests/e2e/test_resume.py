@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from rayrft.buffer.reader import Archive
 from rayrft.config import load_config
 from rayrft.config.stage import CheckpointConfig
 from rayrft.core.checkpoints import Checkpoints
-from rayrft.errors import ActorDied, ConfigError
+from rayrft.errors import ActorDied
 from rayrft.monitor.records import StepRecord, read_records
 from rayrft.monitor.summary import Summary, read_summary
 from tests.conftest import ROOT
@@ -135,39 +134,6 @@ def test_its_weights_are_those_of_the_run_without_a_fault(twins: tuple[Path, Pat
 def test_what_it_was_asked_for_when_it_was_resumed_holds_from_then_on(resumed: Resumed) -> None:
     assert load_config(resumed.folder / "config.yaml").checkpoint.keep_last == 3
     assert len(list((resumed.folder / "checkpoints").glob("step-*"))) == 3
-
-
-def test_a_finished_run_says_how_to_train_on(resumed: Resumed, command_line: Call) -> None:
-    refused = command_line("resume", str(resumed.folder))
-    assert refused.returncode == 1
-    assert f"the run is finished after {3 + resumed.steps} steps" in refused.stderr
-    assert "stages.mix.steps" in refused.stderr
-
-
-def test_a_folder_that_is_no_run_cannot_be_resumed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, check=about("run", str(tmp_path))):
-        rayrft.resume(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_cluster")
-def test_an_engine_whose_core_is_killed_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    config = small_config(tmp_path, "dying", evaluation={"enabled": False}, restarts={"per_hour": 0})
-    run = rayrft.start(config, say=lambda _: None, **{"stages.mix.steps": 10_000})
-    next(record for record in run.records() if isinstance(record, StepRecord) and record.usual_rows)
-    children = psutil.Process(run.pids()["engine-0"]).children(recursive=True)
-    core = max(children, key=lambda child: child.memory_info().rss)  # the others are helpers of multiprocessing
-    try:
-        core.kill()
-        with pytest.raises(ActorDied) as caught:
-            run.result()
-        assert "engine-0" in str(caught.value.field)
-    finally:
-        run.kill()
-    summary = read_summary(run.folder)
-    assert summary.status == "failed" and "engine-0" in summary.error and summary.checkpoint is None
-    assert summary.ledger.closes and summary.ledger.sampled > 0
-    assert not (run.folder / "checkpoints" / "final").exists()
 
 
 @pytest.mark.slow

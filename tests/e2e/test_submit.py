@@ -32,21 +32,13 @@ def test_an_address_that_leads_nowhere_is_refused_at_once() -> None:
     assert (caught.value.field, caught.value.value) == ("RAY_ADDRESS", address)
 
 
-def test_a_dashboard_runs_the_job_and_its_log_and_exit_status_come_back(
+def test_a_script_of_jobs_runs_in_a_copy_of_its_folder_and_its_log_and_exit_status_come_back(
     ray_cluster: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    client = reach(f"http://{ray_cluster.dashboard_url}")
-    name = f"shown-{os.getpid()}"
-    command = shlex.join([sys.executable, "-c", "print('first line'); raise SystemExit(3)"])
-    assert asyncio.run(follow(client, command, {}, name)) == 1
-    assert "first line\n" in capfd.readouterr().out
-    assert client.get_job_info(name).driver_exit_code == 3
-
-
-def test_a_script_of_jobs_runs_in_a_copy_of_its_folder(ray_cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
     client, name = reach(f"http://{ray_cluster.dashboard_url}"), f"copied-{os.getpid()}"
     assert asyncio.run(follow(client, *entrypoint("quickstart.py", ["storage=runs"]), name)) == 1
     assert "error: storage: is inside the job's copy of its working directory" in capfd.readouterr().out
+    assert client.get_job_info(name).driver_exit_code == 1
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["as on this machine", "as in an image"])

@@ -255,6 +255,26 @@ class RecordedRun:
             self._records.append(evaluation("mix", self.steps, max(right - less, 0), temperature, self.steps))
 
 
+def record_runs(storage: Path, model: Path) -> None:
+    """Record `words`, which finished after 12 steps, `other`, which failed, and `fresh`, which has no step yet."""
+    from tokenizers import Tokenizer
+
+    words = RecordedRun(storage, "words", Tokenizer.from_file(str(model / "tokenizer.json")))
+    (words.folder / "model").symlink_to(model)
+    words.train(7)
+    words.note("stages.mix.algorithm.mu: 0.1 -> 0.05", key="stages.mix.algorithm.mu", old=0.1, new=0.05)
+    words.restart("its process died")
+    words.train(5)
+    words.buffer.do("feedback", "words/mix/0/task00/1", 1.0, {"quality": "good"})
+    words.finish()
+    other = RecordedRun(storage, "other", seed=1)
+    other.train(4)
+    other.finish("failed", f"trainer rank 0: {SCRIPT}")
+    fresh = RecordedRun(storage, "fresh", seed=2)
+    for run in (words, other, fresh):
+        run.close()
+
+
 KEY = "sk-right"
 
 

@@ -14,7 +14,7 @@ from rayrft.algorithms import Algorithm
 from rayrft.experience import Task
 from rayrft.explorer.unstored import UnstoredAnswers
 from rayrft.viewer import advisories
-from rayrft.viewer.advisories import Advisory, Evidence, advise
+from rayrft.viewer.advisories import Evidence, advise
 from tests.conftest import ROOT
 from tests.viewer.client import Client
 from tests.viewer.recorded import ROWS, RecordedRun
@@ -22,7 +22,7 @@ from tests.viewer.sick import ALL_FAIL, DROPPED, HEALTHY, KEYS, NAMES, SICK, fla
 
 
 @pytest.mark.parametrize("cause", SICK)
-def test_the_cause_of_a_sick_run_is_told_first_with_its_rows(cause: str) -> None:
+def test_the_cause_of_a_sick_run_is_told_first_with_its_rows_and_which_key_to_change(cause: str) -> None:
     run = planted(**SICK[cause])
     found = advise(run)
     assert [each.name for each in found][:1] == [cause]
@@ -33,6 +33,7 @@ def test_the_cause_of_a_sick_run_is_told_first_with_its_rows(cause: str) -> None
     lost = {"Rewards are unknown", "Attempts fail", "Answers come too late"}  # before the Buffer, in what is planted
     for each in found:
         assert run.ask("count(*)", each.where)[0] > 0 and each.logged == (each.name not in lost)
+        assert each.found and re.search(KEYS, each.remedy) and not each.remedy.endswith("."), each
 
 
 @pytest.mark.parametrize("cause", ALL_FAIL)
@@ -56,7 +57,6 @@ async def test_the_cause_for_which_all_answers_fail_is_told_before_their_equal_r
     first, last = (await client.ask("advice", run="words"))["advisories"]
     assert (first["name"], last["name"]) == (cause, "Nothing tells answers apart") and "easier tasks" in last["remedy"]
     assert (await client.rows(where=first["where"], task_id=task.id))["count"] > 0
-    await client.http.aclose()
 
 
 def test_rows_that_were_dropped_before_the_buffer_are_said_not_to_be_in_the_log() -> None:
@@ -88,7 +88,6 @@ async def test_the_page_tells_the_cause_of_a_sick_run_with_rows_of_its_log(cause
     assert (await client.rows(where=first["where"]))["count"] > 0
     run = await client.ask("run", run="words")
     assert not first["curve"] or first["curve"] in run["columns"]
-    await client.http.aclose()
 
 
 def test_every_cause_is_planted() -> None:
@@ -108,9 +107,3 @@ def test_every_key_that_is_named_exists() -> None:
     last = {key: key.rpartition(".")[2] for key in named}
     of_algorithms = {f"algorithm.{field.name}" for field in dataclasses.fields(Algorithm)}
     assert [key for key in named - of_algorithms if f"`{last[key]}`" not in reference] == []
-
-
-def test_an_advisory_says_which_key_to_change() -> None:
-    told: list[Advisory] = [each for settings in SICK.values() for each in advise(planted(**settings))]
-    assert all(each.found and not each.remedy.endswith(".") for each in told)
-    assert [each.name for each in told if not re.search(KEYS, each.remedy)] == []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from rayrft.explorer.unstored import UnstoredAnswers
 from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import Viewer
 from rayrft.viewer.folders import Reports
+from rayrft.viewer.index import read_log_rows
 from tests import browser
 from tests.browser import expect, needs_chromium
 from tests.viewer.recorded import FILTERS, GROUPS, KEY, ROWS, SCRIPT, RecordedRun, stretch
@@ -79,19 +80,22 @@ EVALUATED = "group_status=evaluation&min_version=10&max_version=10"
 
 @pytest.fixture
 def opened(browser: Any, url: str) -> Iterator[Open]:
-    windows: list[Window] = []
+    """Opens windows on the runs of `record_runs`, or on those of another storage."""
+    windows, servers = list[Window](), dict[Path, str]()
+    with ExitStack() as serving:
 
-    def come(query: str = "", **how: Any) -> Window:
-        windows.append(Window(browser, how.pop("url", url), query, **how))
-        return windows[-1]
+        def come(query: str = "", storage: Path | None = None, **how: Any) -> Window:
+            if storage is not None and storage not in servers:
+                servers[storage] = serving.enter_context(served(storage))
+            windows.append(Window(browser, servers[storage] if storage else url, query, **how))
+            return windows[-1]
 
-    yield come
-    for window in windows:
-        window.leave()
+        yield come
+        for window in windows:  # before the servers end, whose absence the pages tell
+            window.leave()
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_every_view_opens_from_the_one_before_and_fits(width: int, scheme: str, opened: Open) -> None:
     window = opened(viewport={"width": width, "height": 844}, color_scheme=scheme)
     window.see("article.run").to_have_count(3)
@@ -189,23 +193,21 @@ def test_a_point_of_a_long_run_opens_the_steps_whose_mean_it_is_and_rare_numbers
         return coloured;
     }"""
     orange, blue = "shown[at] > 180 && shown[at + 2] < 60", "shown[at] < 100 && shown[at + 2] > 160"
-    with served(tmp_path) as url:
-        window = opened("?view=run&run=words", url=url)
-        gaps = window.page.locator(".charts figure:has-text('Log-prob gap') canvas")
-        assert gaps.evaluate(count.replace("COLOUR", orange)) > 100, "the probe's points are drawn"
-        box = window.page.locator(".charts .u-over >> nth=0").bounding_box()
-        at = box["x"] + box["width"] / 2, box["y"] + 40
-        window.page.mouse.move(*at)
-        window.see(".charts .readout >> nth=0").to_contain_text("step ")
-        window.page.mouse.click(*at)
-        window.see("nav a[aria-current]").to_have_text("Experiences")
-        first, last = map(int, re.findall(r"_step=(\d+)", window.page.url))
-        assert first % 3 == 1 and last == first + 2
-        window.open("?metric=probe_gap&smooth=0")
-        window.see(".compare .controls").to_contain_text("mean of 3 steps of words")
-        compared = window.page.locator(".compare canvas")
-        assert compared.evaluate(count.replace("COLOUR", blue)) > 100
-        window.context.close()
+    window = opened("?view=run&run=words", storage=tmp_path)
+    gaps = window.page.locator(".charts figure:has-text('Log-prob gap') canvas")
+    assert gaps.evaluate(count.replace("COLOUR", orange)) > 100, "the probe's points are drawn"
+    box = window.page.locator(".charts .u-over >> nth=0").bounding_box()
+    at = box["x"] + box["width"] / 2, box["y"] + 40
+    window.page.mouse.move(*at)
+    window.see(".charts .readout >> nth=0").to_contain_text("step ")
+    window.page.mouse.click(*at)
+    window.see("nav a[aria-current]").to_have_text("Experiences")
+    first, last = map(int, re.findall(r"_step=(\d+)", window.page.url))
+    assert first % 3 == 1 and last == first + 2
+    window.open("?metric=probe_gap&smooth=0")
+    window.see(".compare .controls").to_contain_text("mean of 3 steps of words")
+    compared = window.page.locator(".compare canvas")
+    assert compared.evaluate(count.replace("COLOUR", blue)) > 100
 
 
 def test_the_widest_gap_of_engine_and_trainer_leads_to_its_tokens(opened: Open) -> None:
@@ -297,13 +299,11 @@ def test_tokens_are_coloured_by_the_reward_to_go_where_an_answer_has_rewards_ins
     run.train()
     run.finish()
     run.close()
-    with served(tmp_path) as url:
-        window = opened("?view=experiences&run=words&id=words/mix/0/task00/0&colour=advantage", url=url)
-        window.see("#drawer select[aria-label=colour] option:checked").to_have_text("reward to go")
-        for at, left in ((0, "0.75"), (2, "0.5"), (4, "0")):
-            window.page.locator("#drawer .tokens span.own").nth(at).hover()
-            window.see("#drawer .readout").to_contain_text(re.compile(rf"reward to go {left}($| )"))
-        window.context.close()
+    window = opened("?view=experiences&run=words&id=words/mix/0/task00/0&colour=advantage", storage=tmp_path)
+    window.see("#drawer select[aria-label=colour] option:checked").to_have_text("reward to go")
+    for at, left in ((0, "0.75"), (2, "0.5"), (4, "0")):
+        window.page.locator("#drawer .tokens span.own").nth(at).hover()
+        window.see("#drawer .readout").to_contain_text(re.compile(rf"reward to go {left}($| )"))
 
 
 def test_tasks_are_chosen_by_what_became_of_them(opened: Open) -> None:
@@ -368,59 +368,51 @@ def test_the_plan_of_a_run_and_the_doctors_findings_are_tables(opened: Open) -> 
     window.see("section .problem").to_contain_text("no model")
 
 
-def test_an_answer_of_an_evaluation_is_shown_without_tokens(opened: Open, storage: Path, tmp_path: Path) -> None:
-    shutil.copytree(storage / "words", tmp_path / "words", symlinks=True)
-    writer, task = UnstoredAnswers(tmp_path / "words", "explorer-0"), Task.create("test", "How many are there?", "4")
+def test_an_answer_of_an_evaluation_is_shown_without_tokens(opened: Open, copied: Path) -> None:
+    writer, task = UnstoredAnswers(copied / "words", "explorer-0"), Task.create("test", "How many are there?", "4")
     attempts = [Attempt(task.id, number, 0.0, response=f"It is {SCRIPT} {number}", versions=(9,)) for number in (0, 1)]
     with ThreadPoolExecutor(1) as thread:  # Playwright's loop is in this one
         thread.submit(asyncio.run, writer.add_evaluated([task], attempts, 0.0)).result()
-    with served(tmp_path) as url:
-        window = opened("?view=experiences&run=words&group_status=evaluation", url=url)
-        window.see("table.rows tbody tr").to_have_count(2)
-        window.click("table.rows tbody tr >> nth=0 >> a")
-        window.see("#drawer dl").to_contain_text("measured in an evaluation")
-        window.see("#drawer .sibling").to_have_count(2)
-        window.see("#drawer .turns").to_contain_text(SCRIPT)
-        window.see("#drawer .tokens").to_have_count(0)
-        window.context.close()
+    window = opened("?view=experiences&run=words&group_status=evaluation", storage=copied)
+    window.see("table.rows tbody tr").to_have_count(2)
+    window.click("table.rows tbody tr >> nth=0 >> a")
+    window.see("#drawer dl").to_contain_text("measured in an evaluation")
+    window.see("#drawer .sibling").to_have_count(2)
+    window.see("#drawer .turns").to_contain_text(SCRIPT)
+    window.see("#drawer .tokens").to_have_count(0)
 
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_advice_on_a_sick_run_leads_to_its_rows_and_its_curve(width: int, opened: Open, tmp_path: Path) -> None:
     sick_run(tmp_path, "Answers are cut")
-    with served(tmp_path) as url:
-        window = opened("?view=experiences&run=words", url=url, viewport={"width": width, "height": 844})
-        window.see("table.rows tbody tr").to_have_count(50)
-        window.click("nav a:text-is('Advice')")
-        window.see("article.run h2 >> nth=0").to_have_text("Answers are cut")
-        assert window.overflow <= 0
-        window.click("article.run >> nth=0 >> a:has-text('rows that show it')")
-        window.see(".chips").to_contain_text("stop_reason")
-        window.see("table.rows tbody tr").to_have_count(50)
-        assert window.overflow <= 0
-        window.page.go_back()
-        window.click("article.run >> nth=0 >> a:has-text('curves, with truncated_share')")
-        window.see("figcaption:has-text('Truncated answers')").to_be_visible()
-        window.context.close()
+    window = opened("?view=experiences&run=words", storage=tmp_path, viewport={"width": width, "height": 844})
+    window.see("table.rows tbody tr").to_have_count(50)
+    window.click("nav a:text-is('Advice')")
+    window.see("article.run h2 >> nth=0").to_have_text("Answers are cut")
+    assert window.overflow <= 0
+    window.click("article.run >> nth=0 >> a:has-text('rows that show it')")
+    window.see(".chips").to_contain_text("stop_reason")
+    window.see("table.rows tbody tr").to_have_count(50)
+    assert window.overflow <= 0
+    window.page.go_back()
+    window.click("article.run >> nth=0 >> a:has-text('curves, with truncated_share')")
+    window.see("figcaption:has-text('Truncated answers')").to_be_visible()
 
 
-def test_answers_are_judged_on_the_feedback_page_of_a_run(opened: Open, storage: Path, tmp_path: Path) -> None:
-    shutil.copytree(storage / "words", tmp_path / "words", symlinks=True)
-    (tmp_path / "words" / "plugin.py").write_text("raise RuntimeError('it was run')")
-    config = tmp_path / "words" / "config.yaml"
-    config.write_text(config.read_text().replace("plugins: []", f"plugins: [{tmp_path}/words/plugin.py]"))
+def test_answers_are_judged_on_the_feedback_page_of_a_run(opened: Open, copied: Path) -> None:
+    (copied / "words" / "plugin.py").write_text("raise RuntimeError('it was run')")
+    config = copied / "words" / "config.yaml"
+    config.write_text(config.read_text().replace("plugins: []", f"plugins: [{copied}/words/plugin.py]"))
     assert "plugin.py" in config.read_text()
-    with served(tmp_path) as url:
-        window = opened("?view=run&run=words", url=url)
-        window.click("nav a:has-text('Feedback')")
-        window.see("body").to_contain_text("Your name")
-        expect(window.page).to_have_url(re.compile(r"/feedback/words/(?!.*key=)"))
-        window.page.fill("input >> nth=0", "Ann")
-        window.page.press("input >> nth=0", "Enter")
-        window.see("body").to_contain_text("Question")
-        window.click("header a:text-is('Viewer')")
-        window.see("h1").to_have_text("words")
-        window.context.close()
+    window = opened("?view=run&run=words", storage=copied)
+    window.click("nav a:has-text('Feedback')")
+    window.see("body").to_contain_text("Your name")
+    expect(window.page).to_have_url(re.compile(r"/feedback/words/(?!.*key=)"))
+    window.page.fill("input >> nth=0", "Ann")
+    window.page.press("input >> nth=0", "Enter")
+    window.see("body").to_contain_text("Question")
+    window.click("header a:text-is('Viewer')")
+    window.see("h1").to_have_text("words")
 
 
 def test_a_wrong_key_is_asked_for_again(opened: Open) -> None:
@@ -437,39 +429,51 @@ def test_a_wrong_key_is_asked_for_again(opened: Open) -> None:
 def test_the_page_of_a_running_run_updates_itself(opened: Open, tmp_path: Path) -> None:
     run = RecordedRun(tmp_path, "live")
     run.train(2)
-    with served(tmp_path) as url:
-        curves = opened("?view=run&run=live", url=url)
-        rows = opened("?view=experiences&run=live&group_status=trained", url=url)
-        runs = opened(url=url)
-        curves.see(".facts").to_contain_text("2 / 40")
-        rows.see(".mean").to_contain_text(f"{2 * GROUPS * ROWS} rows")
-        runs.see(".facts").to_contain_text("2 / 40")
-        for window in (curves, rows, runs):
-            window.see("#live").to_have_text("live")
-        run.train(2)
-        run.restart("killed by the test")
-        curves.see(".facts").to_contain_text("4 / 40")
-        curves.see(".events").to_contain_text("killed by the test")
-        rows.see(".mean").to_contain_text(f"{4 * GROUPS * ROWS} rows")
-        runs.see(".facts").to_contain_text("4 / 40")
-        run.finish()
-        curves.see(".pill >> nth=0").to_have_text("finished")
-        runs.see(".pill >> nth=0").to_have_text("finished")
-        run.close()
-        for window in (curves, rows, runs):  # before the server ends, whose absence the page tells
-            window.context.close()
+    curves = opened("?view=run&run=live", storage=tmp_path)
+    rows = opened("?view=experiences&run=live&group_status=trained", storage=tmp_path)
+    runs = opened(storage=tmp_path)
+    curves.see(".facts").to_contain_text("2 / 40")
+    rows.see(".mean").to_contain_text(f"{2 * GROUPS * ROWS} rows")
+    runs.see(".facts").to_contain_text("2 / 40")
+    for window in (curves, rows, runs):
+        window.see("#live").to_have_text("live")
+    run.train(2)
+    run.restart("killed by the test")
+    curves.see(".facts").to_contain_text("4 / 40")
+    curves.see(".events").to_contain_text("killed by the test")
+    rows.see(".mean").to_contain_text(f"{4 * GROUPS * ROWS} rows")
+    runs.see(".facts").to_contain_text("4 / 40")
+    run.finish()
+    curves.see(".pill >> nth=0").to_have_text("finished")
+    runs.see(".pill >> nth=0").to_have_text("finished")
+    run.close()
 
 
-def test_a_damaged_log_is_named_on_the_page(opened: Open, storage: Path, tmp_path: Path) -> None:
-    shutil.copytree(storage / "words", tmp_path / "words", symlinks=True)
-    segment = tmp_path / "words" / "buffer" / "segment-00000000.arrow"
+def test_a_damaged_log_is_named_on_the_page(opened: Open, copied: Path) -> None:
+    segment = copied / "words" / "buffer" / "segment-00000000.arrow"
     segment.write_bytes(segment.read_bytes()[:-100])
-    with (tmp_path / "words" / "metrics.jsonl").open("r+b") as records:
+    with (copied / "words" / "metrics.jsonl").open("r+b") as records:
         records.seek(2)
         records.write(b"\x00")
-    with served(tmp_path) as url:
-        window = opened("?view=experiences&run=words", url=url)
-        window.see("main .problem").to_contain_text("the file was changed since it was written")
-        window.open("?view=run&run=words")
-        window.see("main .problem").to_contain_text("is damaged in the line at byte 0")
-        window.context.close()
+    window = opened("?view=experiences&run=words", storage=copied)
+    window.see("main .problem").to_contain_text("the file was changed since it was written")
+    window.open("?view=run&run=words")
+    window.see("main .problem").to_contain_text("is damaged in the line at byte 0")
+
+
+def test_rows_whose_log_was_still_being_read_are_shown_once_it_has_been(
+    opened: Open, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = threading.Event()
+
+    def read_when_let(*given: Any) -> Any:
+        assert held.wait(60)
+        return read_log_rows(*given)
+
+    monkeypatch.setattr("rayrft.viewer.index.read_log_rows", read_when_let)
+    window = opened(storage=copied)
+    window.click("article.run a:text-is('words')")
+    window.click("nav a:text-is('Experiences')")
+    window.see("main .notice").to_contain_text("Reading the log")
+    held.set()
+    window.see("table.rows tbody tr").to_have_count(50)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-import shutil
 from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,17 +28,8 @@ from tests.viewer.recorded import FILTERS, GROUPS, ROWS, SCRIPT, RecordedRun, st
 
 
 @pytest.fixture
-async def client(storage: Path) -> AsyncIterator[Client]:
-    client = Client(storage)
-    yield client
-    await client.http.aclose()
-
-
-@pytest.fixture
-def copied(storage: Path, tmp_path: Path) -> Path:
-    """A storage with a copy of `words`, to be changed."""
-    shutil.copytree(storage / "words", tmp_path / "words", symlinks=True)
-    return tmp_path
+def client(storage: Path) -> Client:
+    return Client(storage)
 
 
 def every_row(storage: Path) -> list[dict[str, Any]]:
@@ -65,7 +53,7 @@ async def test_runs_are_told_with_their_end_ledger_curves_and_verdict(client: Cl
     assert ledger["trained"] == 12 * GROUPS * ROWS and ledger["dropped"]["late"] == 2 * ROWS
     assert ledger["sampled"] == ledger["trained"] + sum(ledger["dropped"].values()) + ledger["held"]
     assert words["verdict"].startswith("trainer waited") and words["problems"] == []
-    assert (runs["other"]["status"], runs["other"]["error"]) == ("failed", "trainer rank 0: out of memory")
+    assert (runs["other"]["status"], runs["other"]["error"]) == ("failed", f"trainer rank 0: {SCRIPT}")
     assert (runs["fresh"]["status"], runs["fresh"]["step"], runs["fresh"]["reward"]) == ("running", 0, [])
 
 
@@ -236,7 +224,6 @@ async def test_the_plan_of_a_recorded_run_is_the_one_of_its_config(storage: Path
     [asked] = load_run_config(storage / "words").stages
     assert found["problem"] == "" and (stage["stage"], stage["rows"]) == ("mix", asked.groups * asked.group_size)
     assert (await client.refused("report", run="words", name="plans"))[0] == "name"
-    await client.http.aclose()
 
 
 async def test_what_is_not_known_is_refused_by_its_name(client: Client) -> None:
@@ -384,19 +371,14 @@ async def test_a_run_folder_is_a_storage_of_one_run(storage: Path) -> None:
     assert [run["run"] for run in (await Client(storage / "words").ask("runs"))["runs"]] == ["words"]
 
 
-async def test_advice_on_a_sick_run_leads_to_its_rows(copied: Path) -> None:
-    records = copied / "words" / "metrics.jsonl"
-    records.write_text(re.sub('"skipped_updates": [^,]*', '"skipped_updates": 1', records.read_text()))
-    client = Client(copied)
+async def test_an_explore_job_which_trains_nothing_gets_no_advice(copied: Path) -> None:
+    records, client = copied / "words" / "metrics.jsonl", Client(copied)
     await client.rows()
-    found = await client.ask("advice", run="words")
-    assert [each["name"] for each in found["advisories"]] == ["Updates are skipped"] and found["steps"] == 12
-    assert (await client.rows(where=found["advisories"][0]["where"]))["count"] > 0
+    assert (await client.ask("advice", run="words"))["steps"] == 12
     records.write_text(
         records.read_text().replace('"step", "stage"', '"rollout", "stage"').replace("usual_rows", "rows")
     )
-    assert (await client.ask("advice", run="words"))["steps"] == 0, "an explore job trains nothing"
-    await client.http.aclose()
+    assert (await client.ask("advice", run="words"))["steps"] == 0
 
 
 async def test_the_first_question_and_the_last_answer_of_a_row_are_listed(tmp_path: Path) -> None:

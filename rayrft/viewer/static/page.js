@@ -50,7 +50,10 @@ export const query = async (name, values, options) => {
 
 // Views
 
-const show = async () => {
+let drawing = null; // the last view that was asked for
+const show = () => (drawing = present());
+
+const present = async () => {
   const mine = ++shown;
   const asked = state();
   const name = asked.view in VIEWS ? asked.view : "runs";
@@ -133,7 +136,9 @@ const follow = async () => {
       if ((state().run ?? "") !== of) continue;
       const changed = found.seen !== seen;
       seen = found.seen;
-      if (changed && !first && !isTyping()) await (redraw ?? show)();
+      if (first) await drawing;
+      const lags = $("main").querySelector(".notice") !== null; // its log may have been read before the first answer
+      if (changed && (!first || lags) && !isTyping()) await (redraw ?? show)();
     } catch (error) {
       $("live").textContent = "not connected";
       $("live").className = "";
