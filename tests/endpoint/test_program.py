@@ -9,60 +9,38 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.program import Program
 from rayrft.errors import ConfigError
-from rayrft.experience import Task
-from rayrft.explorer.rollout import Runner
-from rayrft.rewards import RewardResult, Transcript
+from rayrft.explorer.rollout import Rollout
 from rayrft.rewards.sandbox import Sandbox, isolate
-from tests.endpoint.scripted import Policy
+from tests.endpoint.scripted import Ran, running
 from tests.errors import about
-from tests.explorer.scripted import config
 
 SOURCE = Path(__file__).with_name("program.py").read_text()
 PYTHON = Sandbox().python[0]
 CHECK = "from solution import double\nassert double(4) == 8\n"
 
 
-class Ran:
-    """A runner over a scripted policy, whose workflow is a program; the reward is the length of a response."""
-
-    def __init__(self, folder: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
-        self.scored: list[str] = []
-        self.policy = Policy(ChatTokenizer(folder), lambda prompt: "dog")
-        limits = {"model.max_length": 200, "explorer.sampling.max_tokens": 32, "explorer.deadline_s": 60.0, **settings}
-        workflow = {"explorer.workflow": "program", "explorer.workflow_options": {"program": options}}
-        self.runner = Runner(config(**limits, **workflow), ChatTokenizer(folder), self.policy, self._score)
-
-    async def _score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        responses = [each.response for each in transcripts]
-        self.scored += responses
-        return [RewardResult(float(len(response))) for response in responses]
-
-    async def __call__(self, n: int = 1, question: str = "cat", **metadata: Any) -> Any:
-        files = {"agent.py": SOURCE, **metadata.pop("files", {})}
-        task = Task.create("test", question, "x", metadata={"files": files, **metadata})
-        return await self.runner.run(task, "group", n, 1.0, None)
-
-
-@contextlib.asynccontextmanager
-async def running(folder: Path, what: str, options: Any = None, **settings: Any) -> AsyncIterator[Ran]:
+def started(folder: Path, what: str, options: Any = None, **settings: Any) -> AbstractAsyncContextManager[Ran]:
+    """Run the program, which does ``what``."""
     command = {"command": [PYTHON, "-S", "agent.py", what, "{question}"], **(options or {})}
-    ran = Ran(folder, command, settings)
-    yield ran
-    await ran.runner.workflow("program").close()  # type: ignore[attr-defined]
+    return running(folder, "program", command, **{"explorer.deadline_s": 60.0, **settings})
+
+
+async def attempt(ran: Ran, n: int = 1, question: str = "cat", **metadata: Any) -> Rollout:
+    files = {"agent.py": SOURCE, **metadata.pop("files", {})}
+    return await ran(question, n, files=files, **metadata)
 
 
 async def test_the_calls_of_a_program_are_a_row_and_its_output_is_scored(tiny_model: Path) -> None:
-    async with running(tiny_model, "talks") as ran:
-        rollout = await ran(n=2, question="What {question} says: `$(reboot)` {url}?")
+    async with started(tiny_model, "talks") as ran:
+        rollout = await attempt(ran, n=2, question="What {question} says: `$(reboot)` {url}?")
         assert rollout.problem is None and ran.scored == ["Final: dog"] * 2
         for row in rollout.rows:
             assert [turn["content"] for turn in row.turns][::2] == ["What {question} says: `$(reboot)` {url}?", "Sure?"]
@@ -70,26 +48,26 @@ async def test_the_calls_of_a_program_are_a_row_and_its_output_is_scored(tiny_mo
 
 
 async def test_the_calls_of_what_a_program_starts_are_further_rows(tiny_model: Path) -> None:
-    async with running(tiny_model, "delegates") as ran:
-        rollout = await ran()
+    async with started(tiny_model, "delegates") as ran:
+        rollout = await attempt(ran)
         assert [row.turns[0]["content"] for row in rollout.rows] == ["cat", "Check dog"]
         assert [row.reward for row in rollout.rows] == [3.0, 3.0] and ran.scored == ["dog"]
 
 
 async def test_a_file_that_a_program_left_is_scored(tiny_model: Path) -> None:
-    async with running(tiny_model, "writes", {"answer": "sub/answer.txt"}) as ran:
-        rollout = await ran(files={"given/hint.txt": "barks"})
+    async with started(tiny_model, "writes", {"answer": "sub/answer.txt"}) as ran:
+        rollout = await attempt(ran, files={"given/hint.txt": "barks"})
         assert ran.scored == ["dog barks"] and not rollout.failed
-    async with running(tiny_model, "talks", {"answer": "sub/answer.txt"}) as ran:
-        await ran()
+    async with started(tiny_model, "talks", {"answer": "sub/answer.txt"}) as ran:
+        await attempt(ran)
         assert ran.scored == [""]
 
 
 @pytest.mark.parametrize(("what", "reward"), [("solves", 1.0), ("talks", 0.0)])
 async def test_tests_that_a_program_cannot_see_give_its_reward(tiny_model: Path, what: str, reward: float) -> None:
     check = [PYTHON, "-S", "tests/check.py"]
-    async with running(tiny_model, what, {"check": check, "environment": {"PYTHONPATH": "."}}) as ran:
-        rollout = await ran(check_files={"tests/check.py": f"import sys; sys.path.insert(0, '.')\n{CHECK}"})
+    async with started(tiny_model, what, {"check": check, "environment": {"PYTHONPATH": "."}}) as ran:
+        rollout = await attempt(ran, check_files={"tests/check.py": f"import sys; sys.path.insert(0, '.')\n{CHECK}"})
         assert [row.reward for row in rollout.rows] == [reward] and ran.scored == []
 
 
@@ -104,30 +82,30 @@ async def test_a_program_reaches_its_model_and_nothing_else(
     monkeypatch.setenv("MY_SECRET_KEY", "abc")
     server = socket.create_server(("127.0.0.1", 0))
     environment = {"SERVER": "{}:{}".format(*server.getsockname()), "OUTSIDE": str(tmp_path)}
-    async with running(tiny_model, "looks", {"environment": environment, "isolation": isolation}) as ran:
-        rollout = await ran()
+    async with started(tiny_model, "looks", {"environment": environment, "isolation": isolation}) as ran:
+        rollout = await attempt(ran)
         assert rollout.problem is None
         assert [json.loads(each) for each in ran.scored] == [[[], [], 0, False, False]]
 
 
 async def test_a_program_that_fails_or_grows_or_hangs_costs_its_attempt_alone(tiny_model: Path) -> None:
-    async with running(tiny_model, "fails") as ran:
-        rollout = await ran(n=2)
+    async with started(tiny_model, "fails") as ran:
+        rollout = await attempt(ran, n=2)
         assert rollout.failed == {"workflow_error": 2} and "no such customer" in str(rollout.problem)
         [problem] = ran.runner.take_problems().values()
         assert "no such customer" in problem and "\n" not in problem
-        assert (await ran()).failed and ran.runner.take_problems() == {}
-    async with running(tiny_model, "fails", {"status": "any"}) as ran:
-        rollout = await ran()
+        assert (await attempt(ran)).failed and ran.runner.take_problems() == {}
+    async with started(tiny_model, "fails", {"status": "any"}) as ran:
+        rollout = await attempt(ran)
         assert not rollout.failed and ran.scored == [""]
-    async with running(tiny_model, "grows", {"memory_mib": 256}) as ran:
-        rollout = await ran()
+    async with started(tiny_model, "grows", {"memory_mib": 256}) as ran:
+        rollout = await attempt(ran)
         assert rollout.failed == {"workflow_error": 1} and "memory" in str(rollout.problem)
 
 
 async def test_a_program_that_hangs_is_killed_with_what_it_started(tiny_model: Path) -> None:
-    async with running(tiny_model, "hangs", **{"explorer.deadline_s": 5.0}) as ran:
-        rollout = await ran()
+    async with started(tiny_model, "hangs", **{"explorer.deadline_s": 5.0}) as ran:
+        rollout = await attempt(ran)
         assert rollout.failed == {"timeout": 1}
         async with asyncio.timeout(20):
             while _sleeping():  # noqa: ASYNC110 - nobody tells of the end of a process
@@ -186,11 +164,13 @@ async def test_real_agents_use_their_tools_and_their_files_are_scored(
     command = [*(["node"] if program.suffix == ".js" else []), str(program), *arguments]
     options = {"command": command, "environment": environment, "folders": [str(tmp_path)], "answer": "answer.txt"}
     limits = {"model.max_length": 2_000_000, "explorer.sampling.max_tokens": 400, "explorer.deadline_s": 300.0}
-    ran = Ran(tiny_model, options, limits)
     call = json.dumps({"name": tool, "arguments": given})
-    ran.policy.say = lambda prompt: "Done." if "forty-two" in prompt else f"<tool_call>{call}</tool_call>"
-    rollout = await ran(question="Write the answer to everything into answer.txt")
-    await ran.runner.workflow("program").close()  # type: ignore[attr-defined]
+
+    def say(prompt: str) -> str:
+        return "Done." if "forty-two" in prompt else f"<tool_call>{call}</tool_call>"
+
+    async with running(tiny_model, "program", options, say, **limits) as ran:
+        rollout = await ran("Write the answer to everything into answer.txt")
     assert rollout.problem is None and ran.scored == ["forty-two"]
     [row] = rollout.rows
     assert [turn["role"] for turn in row.turns][-3:] == ["assistant", "tool", "assistant"]
@@ -198,8 +178,8 @@ async def test_real_agents_use_their_tools_and_their_files_are_scored(
 
 
 async def test_stdin_and_environment_have_the_question_and_the_key(tiny_model: Path) -> None:
-    async with running(tiny_model, "reads", {"stdin": "{question} {other}", "environment": {"X": "{api_key}"}}) as ran:
-        await ran()
+    async with started(tiny_model, "reads", {"stdin": "{question} {other}", "environment": {"X": "{api_key}"}}) as ran:
+        await attempt(ran)
         assert ran.scored == ["CAT {OTHER}"]
 
 
@@ -235,10 +215,10 @@ async def test_a_program_outside_of_the_folders_is_an_error_that_names_them(tmp_
 
 async def test_a_check_without_files_fails_its_attempt(tiny_model: Path) -> None:
     check = [PYTHON, "-S", "-c", "pass"]
-    async with running(tiny_model, "talks", {"check": check}) as ran:
-        rollout = await ran()
+    async with started(tiny_model, "talks", {"check": check}) as ran:
+        rollout = await attempt(ran)
         assert rollout.failed == {"workflow_error": 1} and "metadata.check_files" in str(rollout.problem)
-        assert [row.reward for row in (await ran(check_files={})).rows] == [1.0]
+        assert [row.reward for row in (await attempt(ran, check_files={})).rows] == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -248,21 +228,20 @@ async def test_a_check_without_files_fails_its_attempt(tiny_model: Path) -> None
 async def test_a_program_that_fails_since_an_answer_was_cut_has_its_row(
     tiny_model: Path, options: dict[str, Any], reward: float | None, scored: list[str]
 ) -> None:
-    async with running(tiny_model, "fails", options, **{"explorer.sampling.max_tokens": 1}) as ran:
-        rollout = await ran(check_files={})
+    async with started(tiny_model, "fails", options, **{"explorer.sampling.max_tokens": 1}) as ran:
+        rollout = await attempt(ran, check_files={})
         assert not rollout.failed and [row.stop_reason for row in rollout.rows] == ["length"]
         assert [row.reward for row in rollout.rows] == [reward] and ran.scored == scored
 
 
 async def test_a_prompt_without_room_names_the_limit(tiny_model: Path) -> None:
-    async with running(tiny_model, "talks", **{"model.max_length": 72}) as ran:
-        rollout = await ran(question="cat " * 80)
+    async with started(tiny_model, "talks", **{"model.max_length": 72}) as ran:
+        rollout = await attempt(ran, question="cat " * 80)
         assert rollout.failed == {"prompt_too_long": 1} and "model.max_length" in str(rollout.problem)
 
 
 @pytest.mark.parametrize("files", [["a"], {"/etc/x": "y"}, {"../x": "y"}, {"x": 3}])
 async def test_files_outside_of_the_folder_fail_their_attempt(tiny_model: Path, files: Any) -> None:
-    async with running(tiny_model, "talks") as ran:
-        task = Task.create("test", "cat", "x", metadata={"files": files})
-        rollout = await ran.runner.run(task, "group", 1, 1.0, None)
+    async with started(tiny_model, "talks") as ran:
+        rollout = await ran("cat", files=files)
         assert rollout.failed == {"workflow_error": 1} and "metadata.files" in str(rollout.problem)
