@@ -180,7 +180,9 @@ async def serve(
 class Ran:
     """A runner over a scripted policy; a response that the workflow does not reward is worth its length."""
 
-    def __init__(self, folder: Path, workflow: str, options: dict[str, Any], say: Say, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, workflow: str, options: Any, say: Say = lambda prompt: "dog", **settings: Any
+    ) -> None:
         self.scored: list[str] = []
         self.policy = Policy(ChatTokenizer(folder), say)
         limits = {"model.max_length": 200, "explorer.sampling.max_tokens": 32, **settings}
@@ -202,9 +204,7 @@ class Ran:
 
 
 @contextlib.asynccontextmanager
-async def running(
-    folder: Path, workflow: str, options: dict[str, Any], say: Say = lambda prompt: "dog", **settings: Any
-) -> AsyncIterator[Ran]:
-    ran = Ran(folder, workflow, options, say, **settings)
+async def running(folder: Path, workflow: str, options: Any, *say: Say, **settings: Any) -> AsyncIterator[Ran]:
+    ran = Ran(folder, workflow, options, *say, **settings)
     yield ran
     await ran.workflow.close()
