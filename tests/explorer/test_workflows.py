@@ -52,12 +52,12 @@ class IsNoCoroutine:
     ("name", "field", "problem"),
     [
         ("Explodes", "explorer.workflow_options.{}", "no luck"),
-        ("TakesTaskAlone", "field", ""),
+        ("TakesTaskAlone", "field", None),
         ("IsNoCoroutine", "field", "blocking = True"),
     ],
 )
 def test_a_workflow_that_raises_when_it_is_built_or_cannot_be_called_is_refused(
-    name: str, field: str, problem: str
+    name: str, field: str, problem: str | None
 ) -> None:
     name = f"{__name__}:{name}"
     with pytest.raises(ConfigError, match=problem, check=about(field.format(name))):
