@@ -22,7 +22,7 @@ from rayrft.endpoint.responder import Responder, SessionStore
 from rayrft.endpoint.sessions import Sessions
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import RequestRefused
-from rayrft.experience import Task
+from rayrft.experience import Experience, Task
 from rayrft.explorer.calls import Parking
 from rayrft.explorer.engines.exchange import INTERRUPTED, Chunk, Completion, Request, Session, TokenCallback
 from rayrft.explorer.rollout import Rollout, Runner
@@ -138,6 +138,21 @@ class Served:
         self.client = openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key=KEY, max_retries=0, http_client=openai.DefaultAsyncHttpxClient(verify=False)
         )
+
+    @property
+    def prompts(self) -> list[str]:
+        """The texts of the prompts that the policy was asked."""
+        return [self.policy.tokenizer.hf.decode(request.prompt) for request in self.policy.requests]
+
+    def rows(self, session: str) -> list[Experience]:
+        """Reward a session, and return its rows."""
+        self.book.sessions.feedback(session, 1.0, {}, 0.0)
+        return [row for group in self.book.sessions.take()[0] for row in group.rows]
+
+    def sampled(self, row: Experience) -> bool:
+        """Whether the actions of a row are all that was sampled, as it was."""
+        answers = [token for each in self.policy.sampled for token in each.token_ids]
+        return row.token_ids[row.action_mask == 1].tolist() == answers
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
