@@ -7,7 +7,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
 
@@ -38,6 +39,7 @@ from rayrft.explorer.tools.vllm_parsers import (
     open_call_format,
 )
 from rayrft.registry import Registry
+from rayrft.runtime.processes.worker import failed_call
 from rayrft.trainer.tiny import make_tokenizer
 from tests.conftest import ROOT
 
@@ -309,6 +311,35 @@ async def test_a_parser_that_raises_hangs_or_dies_costs_that_call_alone(
         await form.close()
 
 
+class PoolHere:
+    """A pool of one object in this process, where vLLM has been imported."""
+
+    idle, low_priority = True, False
+
+    def __init__(self, create: Callable[[], Any], **_: Any) -> None:
+        self._create = create
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator[Any]:
+        try:
+            self._object = self._create()
+        except LookupError as error:
+            raise failed_call("create", error) from error
+        yield self
+
+    async def call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
+        return getattr(self._object, method)(*arguments)
+
+    def lower_priority(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_parsers, "ProcessPool", PoolHere)
+
+
 def test_a_format_is_named_by_rayrft_or_vllm_and_another_name_is_refused_with_the_nearest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -325,6 +356,7 @@ def test_a_format_is_named_by_rayrft_or_vllm_and_another_name_is_refused_with_th
         check_call_format("mine", "form")
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", ["deepseek", "deepseekv3"])
 async def test_a_model_whose_template_shows_calls_but_no_tools_is_told_to_write_them_so(
     name: str, tokenizer: Callable[[str], ChatTokenizer]
@@ -339,6 +371,7 @@ async def test_a_model_whose_template_shows_calls_but_no_tools_is_told_to_write_
     await form.close()
 
 
+@pytest.mark.usefixtures("in_this_process")
 async def test_a_template_without_calls_is_one_of_hermes_and_one_that_nobody_reads_is_refused(
     tokenizer: Callable[[str], ChatTokenizer],
 ) -> None:
