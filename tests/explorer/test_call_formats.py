@@ -7,8 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
@@ -39,9 +38,9 @@ from rayrft.explorer.tools.vllm_parsers import (
     open_call_format,
 )
 from rayrft.registry import Registry
-from rayrft.runtime.processes.worker import failed_call
 from rayrft.trainer.tiny import make_tokenizer
 from tests.conftest import ROOT
+from tests.scripted import PoolHere
 
 _TURNS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
@@ -311,32 +310,9 @@ async def test_a_parser_that_raises_hangs_or_dies_costs_that_call_alone(
         await form.close()
 
 
-class PoolHere:
-    """A pool of one object in this process, where vLLM has been imported."""
-
-    idle, low_priority = True, False
-
-    def __init__(self, create: Callable[[], Any], **_: Any) -> None:
-        self._create = create
-
-    @asynccontextmanager
-    async def lease(self) -> AsyncIterator[Any]:
-        try:
-            self._object = self._create()
-        except LookupError as error:
-            raise failed_call("create", error) from error
-        yield self
-
-    async def call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
-        return getattr(self._object, method)(*arguments)
-
-    def lower_priority(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has imported vLLM, which takes another one seconds."""
     monkeypatch.setattr(vllm_parsers, "ProcessPool", PoolHere)
 
 
