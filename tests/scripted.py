@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import inspect
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 from rayrft.runtime.handle import Handle
+from rayrft.runtime.processes.worker import failed_call
 
 if TYPE_CHECKING:
     from rayrft.rewards.judge import Messages
@@ -38,6 +39,36 @@ def handle(actor: Any, name: str = "actor") -> Handle[Any]:
 def remote(target: Any, name: str = "actor") -> Handle[Any]:
     """A handle of an object in this process."""
     return Handle(name, Remote(target))
+
+
+class PoolHere:
+    """A pool of processes whose one object is in this process."""
+
+    idle, low_priority = True, False
+
+    def __init__(self, create: Callable[[], Any], **_: Any) -> None:
+        self._create = create
+
+    @contextlib.asynccontextmanager
+    async def lease(self) -> AsyncIterator[Any]:
+        with self._failing("create"):
+            self._object = self._create()
+        yield self
+
+    async def call(self, method: str, *arguments: Any, deadline_s: float, serve: Any = None) -> Any:
+        with self._failing(method):
+            return getattr(self._object, method)(*arguments)
+
+    def lower_priority(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    @contextlib.contextmanager
+    def _failing(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # as in a process
+            raise failed_call(method, error) from error
 
 
 @dataclass

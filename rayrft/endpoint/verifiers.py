@@ -81,10 +81,11 @@ class _Host:
             raise CallFailed(f"the episode failed: {said['problem']}", field="verifiers")
         return said
 
-    def kill(self) -> None:
-        """Kill it with all that it has started."""
+    async def kill(self) -> None:
+        """Kill it with all that it has started, and wait for its end."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
 
 
 class _Hosts:
@@ -106,23 +107,22 @@ class _Hosts:
                 if host.is_idle:
                     self._ready.append(host)
                 else:
-                    self._end(host)
+                    await self._end(host)
 
     async def close(self) -> None:
-        for host in list(self._all):
-            self._end(host)
+        await asyncio.gather(*map(self._end, list(self._all)))
 
     async def _start(self) -> _Host:
         command, variables = host_command(self._python)
         pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "limit": _LINE_BYTES}
         process = await asyncio.create_subprocess_exec(*command, env=variables, start_new_session=True, **pipes)  # type: ignore[arg-type]
         self._all.add(host := _Host(process))
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._end, host)
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self._end, host)
             await host.ask({"environment": self._environment})
             undo.pop_all()
         return host
 
-    def _end(self, host: _Host) -> None:
-        host.kill()
+    async def _end(self, host: _Host) -> None:
+        await host.kill()
         self._all.discard(host)

@@ -6,7 +6,6 @@ import base64
 import contextlib
 import io
 import os
-import time
 from typing import Any
 
 import httpx
@@ -161,7 +160,3 @@ def returns_a_list(question: str) -> list[str]:
 
 def exits(question: str) -> None:
     os._exit(3)
-
-
-def hangs(question: str) -> None:
-    time.sleep(1e6)

@@ -1,6 +1,6 @@
 """A command-line agent that knows nothing of rayrft: it calls its model as its environment says, and writes files.
 
-Its argument is what the model is to be asked, after a word that says what else it does.
+Its argument begins with a word that says what it does; the rest is what the model is to be asked.
 """
 
 from __future__ import annotations
@@ -80,4 +80,4 @@ def main(what: str, question: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1].split(" ", 1))

@@ -1,4 +1,4 @@
-"""A policy that says what a test wants, token by token, and an endpoint over it on a real port."""
+"""A policy that says what a test wants, token by token, with an endpoint over it on a real port or a runner."""
 
 from __future__ import annotations
 
@@ -22,8 +22,13 @@ from rayrft.endpoint.responder import Responder, SessionStore
 from rayrft.endpoint.sessions import Sessions
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import RequestRefused
+from rayrft.experience import Experience, Task
+from rayrft.explorer.calls import Parking
 from rayrft.explorer.engines.exchange import INTERRUPTED, Chunk, Completion, Request, Session, TokenCallback
+from rayrft.explorer.rollout import Rollout, Runner
+from rayrft.rewards import RewardResult, Transcript
 from rayrft.runtime.serving import key_digest
+from tests.explorer.scripted import config
 
 MODEL, KEY, MAX_LENGTH = "policy", "sk-secret", 120
 USER: list[Any] = [{"role": "user", "content": "hi"}]
@@ -34,10 +39,13 @@ TOOL: dict[str, Any] = {
 CHAT: dict[str, Any] = {"model": MODEL, "messages": USER}
 
 
+Say = Callable[[str], str]
+
+
 class Policy:
     """Engines that answer with ``say(prompt text)``; ``holding`` keeps them from going on."""
 
-    def __init__(self, tokenizer: ChatTokenizer, say: Callable[[str], str] = lambda prompt: "hello") -> None:
+    def __init__(self, tokenizer: ChatTokenizer, say: Say = lambda prompt: "hello") -> None:
         self.tokenizer, self.say = tokenizer, say
         self.version = 0
         self.requests: list[Request] = []
@@ -131,6 +139,21 @@ class Served:
             base_url=f"{url}/v1", api_key=KEY, max_retries=0, http_client=openai.DefaultAsyncHttpxClient(verify=False)
         )
 
+    @property
+    def prompts(self) -> list[str]:
+        """The texts of the prompts that the policy was asked."""
+        return [self.policy.tokenizer.hf.decode(request.prompt) for request in self.policy.requests]
+
+    def rows(self, session: str) -> list[Experience]:
+        """Reward a session, and return its rows."""
+        self.book.sessions.feedback(session, 1.0, {}, 0.0)
+        return [row for group in self.book.sessions.take()[0] for row in group.rows]
+
+    def sampled(self, row: Experience) -> bool:
+        """Whether the actions of a row are all that was sampled, as it was."""
+        answers = [token for each in self.policy.sampled for token in each.token_ids]
+        return row.token_ids[row.action_mask == 1].tolist() == answers
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
             while not condition():  # noqa: ASYNC110 - what is waited for is in another task
@@ -140,7 +163,7 @@ class Served:
 @contextlib.asynccontextmanager
 async def serve(
     folder: Path,
-    say: Callable[[str], str] = lambda prompt: "hello",
+    say: Say = lambda prompt: "hello",
     *,
     max_length: int = MAX_LENGTH,
     keys: tuple[str, ...] = ("sk-0", KEY),
@@ -167,3 +190,36 @@ async def serve(
         await served.http.aclose()
         server.should_exit = True
         await running
+
+
+class Ran:
+    """A runner over a scripted policy; a response that the workflow does not reward is worth its length."""
+
+    def __init__(
+        self, folder: Path, workflow: str, options: Any, say: Say = lambda prompt: "dog", **settings: Any
+    ) -> None:
+        self.scored: list[str] = []
+        self.policy = Policy(ChatTokenizer(folder), say)
+        limits = {"model.max_length": 200, "explorer.sampling.max_tokens": 32, **settings}
+        chosen = {"explorer.workflow": workflow, "explorer.workflow_options": {workflow: options}}
+        self.runner = Runner(config(**limits, **chosen), ChatTokenizer(folder), self.policy, self._score)
+        self.workflow: Any = self.runner.workflow(workflow)
+
+    async def _score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        responses = [each.response for each in transcripts]
+        self.scored += responses
+        return [RewardResult(float(len(response))) for response in responses]
+
+    async def __call__(
+        self, asked: str | Task = "cat", n: int = 1, parking: Parking | None = None, **metadata: Any
+    ) -> Rollout:
+        """Run a task, or the one that asks a question."""
+        task = asked if isinstance(asked, Task) else Task.create("test", asked, "x", metadata=metadata)
+        return await self.runner.run(task, "group", n, 1.0, parking)
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path, workflow: str, options: Any, *say: Say, **settings: Any) -> AsyncIterator[Ran]:
+    ran = Ran(folder, workflow, options, *say, **settings)
+    yield ran
+    await ran.workflow.close()

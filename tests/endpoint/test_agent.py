@@ -3,62 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint import attempts
 from rayrft.endpoint.agent import Agent
 from rayrft.endpoint.attempts import ApplicationAttempt
 from rayrft.errors import ActorDied, ConfigError
-from rayrft.experience import Experience, Task, from_batch, to_batch
+from rayrft.experience import Experience, from_batch, to_batch
 from rayrft.explorer.calls import Parking
 from rayrft.explorer.engines.exchange import Completion, Request, Sampling
-from rayrft.explorer.rollout import Runner
+from rayrft.explorer.workflows import register_workflow
 from rayrft.explorer.workflows.base import build_workflow
-from rayrft.rewards import RewardResult, Transcript
 from rayrft.runtime.serving.http import ApiError
-from tests.endpoint.scripted import Policy
+from tests.endpoint.scripted import Ran, running
 from tests.errors import about
 from tests.explorer.scripted import config
 
-AGENT = "agent"
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+APPLICATIONS = "tests.endpoint.applications"
+LIMITS = {"model.max_length": 400, "explorer.sampling.max_tokens": 80}
 
 
-class Ran:
-    """A runner over a scripted policy, whose workflow is an application; the reward is the length of a response."""
-
-    def __init__(self, folder: Path, agent: str, say: Callable[[str], str], options: Any, settings: Any) -> None:
-        self.scored: list[str] = []
-        self.policy = Policy(ChatTokenizer(folder), say)
-        limits = {"model.max_length": 200, "explorer.sampling.max_tokens": 32, **settings}
-        chosen = {"agent": agent if ":" in agent else f"tests.endpoint.applications:{agent}", **options}
-        workflow = {"explorer.workflow": AGENT, "explorer.workflow_options": {AGENT: chosen}}
-        self.runner = Runner(config(**limits, **workflow), ChatTokenizer(folder), self.policy, self._score)
-
-    async def _score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        responses = [each.response for each in transcripts]
-        self.scored += responses
-        return [RewardResult(float(len(response))) for response in responses]
-
-    async def __call__(self, n: int = 1, parking: Parking | None = None, chosen: str = "") -> Any:
-        task = Task.create("test", f"{chosen} cat".strip(), "x")
-        return await self.runner.run(task, "group", n, 1.0, parking)
-
-
-@contextlib.asynccontextmanager
-async def running(
-    folder: Path, agent: str, say: Callable[[str], str] = lambda prompt: "dog", options: Any = None, **settings: Any
-) -> AsyncIterator[Ran]:
-    ran = Ran(folder, agent, say, options or {}, settings)
-    yield ran
-    await ran.runner.workflow(AGENT).close()  # type: ignore[attr-defined]
+@pytest.fixture(scope="module")
+async def run(tiny_model: Path) -> AsyncIterator[Callable[..., Ran]]:
+    """Runners whose workflow calls the application that a question begins with, in the same processes: the first one
+    takes seconds to import a client."""
+    agent = Agent(f"{APPLICATIONS}:chosen")
+    register_workflow("calls_the_chosen_one")(lambda: agent)
+    yield partial(Ran, tiny_model, "calls_the_chosen_one", {}, **LIMITS)
+    await agent.close()
 
 
 def calls_a_tool(prompt: str) -> str:
@@ -73,138 +53,133 @@ def sampled(row: Experience) -> list[int]:
     return [int(token) for token, acted in zip(row.token_ids, row.action_mask, strict=True) if acted]
 
 
-async def test_the_calls_of_a_loop_with_tools_are_one_row_as_it_was_sampled(tiny_model: Path) -> None:
-    limits = {"model.max_length": 400, "explorer.sampling.max_tokens": 80}
-    async with running(tiny_model, "calls_tools", calls_a_tool, **limits) as ran:
-        ran.policy.version = 4
-        rollout = await ran(n=2)
-        assert rollout.problem is None and len(rollout.rows) == 2
-        for row in rollout.rows:
-            first, second = ran.policy.sampled[0], ran.policy.sampled[-1]
-            assert sampled(row) == [*first.token_ids, *second.token_ids]
-            assert [turn["role"] for turn in row.turns] == ["user", "assistant", "tool", "assistant"]
-            assert (row.reward, row.stop_reason) == (0.25, "stop")
-            assert [span.version for span in row.weight_versions] == [4, 4]
-        assert [row.experience_id for row in rollout.rows] == ["group/0", "group/1"]
-        assert ran.scored == [] and len(ran.policy.requests[0].prompt) == rollout.rows[0].prompt_length
+Run = Callable[..., Ran]
 
 
-async def test_a_forced_call_follows_its_schema_and_is_not_trained(tiny_model: Path) -> None:
-    limits = {"model.max_length": 400, "explorer.sampling.max_tokens": 80}
-    async with running(tiny_model, "must_call", is_made_to_call, **limits) as ran:
-        rollout = await ran()
-        assert rollout.problem is None
-        [row], [forced, free] = rollout.rows, ran.policy.requests
-        assert json.loads(forced.sampling.json_schema)["properties"]["name"] == {"const": "look"}
-        assert free.sampling.json_schema == "" and sampled(row) == [*ran.policy.sampled[1].token_ids]
+async def test_the_calls_of_a_loop_with_tools_are_one_row_as_it_was_sampled(run: Run) -> None:
+    ran = run(calls_a_tool)
+    ran.policy.version = 4
+    rollout = await ran("calls_tools cat", n=2)
+    assert rollout.problem is None and len(rollout.rows) == 2
+    for row in rollout.rows:
+        first, second = ran.policy.sampled[0], ran.policy.sampled[-1]
+        assert sampled(row) == [*first.token_ids, *second.token_ids]
         assert [turn["role"] for turn in row.turns] == ["user", "assistant", "tool", "assistant"]
+        assert (row.reward, row.stop_reason) == (0.25, "stop")
+        assert [span.version for span in row.weight_versions] == [4, 4]
+    assert [row.experience_id for row in rollout.rows] == ["group/0", "group/1"]
+    assert ran.scored == [] and len(ran.policy.requests[0].prompt) == rollout.rows[0].prompt_length
 
 
+async def test_a_forced_call_follows_its_schema_and_is_not_trained(run: Run) -> None:
+    ran = run(is_made_to_call)
+    rollout = await ran("must_call cat")
+    assert rollout.problem is None
+    [row], [forced, free] = rollout.rows, ran.policy.requests
+    assert json.loads(forced.sampling.json_schema)["properties"]["name"] == {"const": "look"}
+    assert free.sampling.json_schema == "" and sampled(row) == [*ran.policy.sampled[1].token_ids]
+    assert [turn["role"] for turn in row.turns] == ["user", "assistant", "tool", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("agent", "reward", "scored", "rows"),
+    [
+        ("rates_itself", 0.75, [], 1),
+        ("streams", 13.0, ["streamed: dog"], 1),
+        ("returns_nothing", 3.0, ["dog"], 1),
+        ("asks_twice", 1.0, [], 2),
+        ("asks_for_three", 3.0, [], 3),
+    ],
+)
 async def test_rewards_are_posted_or_returned_or_scored_and_other_calls_are_other_rows(
-    tiny_model: Path,
+    agent: str, reward: float, scored: list[str], rows: int, run: Run
 ) -> None:
-    async with running(tiny_model, "chosen") as ran:
-        for agent, reward, scored, rows in [
-            ("rates_itself", 0.75, [], 1),
-            ("streams", 13.0, ["streamed: dog"], 1),
-            ("returns_nothing", 3.0, ["dog"], 1),
-            ("asks_twice", 1.0, [], 2),
-            ("asks_for_three", 3.0, [], 3),
-        ]:
-            rollout = await ran(chosen=agent)
-            assert rollout.problem is None
-            assert [row.reward for row in rollout.rows] == [reward] * rows and ran.scored == scored
-            ids = ["group/0"] if rows == 1 else [f"group/0/{number}" for number in range(rows)]
-            assert [row.experience_id for row in rollout.rows] == ids
-            assert rollout.results[0].components == ({"style": 1.0} if agent == "rates_itself" else {})
-            ran.scored.clear()
-        assert {request.sampling.temperature for request in ran.policy.requests} == {1.0}  # whatever it asks for
+    rollout = await (ran := run())(f"{agent} cat")
+    assert rollout.problem is None
+    assert [row.reward for row in rollout.rows] == [reward] * rows and ran.scored == scored
+    ids = ["group/0"] if rows == 1 else [f"group/0/{number}" for number in range(rows)]
+    assert [row.experience_id for row in rollout.rows] == ids
+    assert rollout.results[0].components == ({"style": 1.0} if agent == "rates_itself" else {})
+    assert {request.sampling.temperature for request in ran.policy.requests} == {1.0}  # whatever it asks for
 
 
 async def test_a_process_serves_attempt_after_attempt_with_a_client_from_its_import(tiny_model: Path) -> None:
-    async with running(tiny_model, "tests.endpoint.client_at_import:main", options={"processes": 1}) as ran:
+    options = {"agent": "tests.endpoint.client_at_import:main", "processes": 1}
+    async with running(tiny_model, "agent", options) as ran:
         rollout = await ran(n=3)
         assert rollout.problem is None and len({row.reward for row in rollout.rows}) == 1  # the pid
         said = sorted(row.turns[0]["content"] for row in rollout.rows)
         assert said == ["cat 1", "cat 2", "cat 3"] and all(len(row.turns) == 2 for row in rollout.rows)
 
 
-async def test_an_application_that_fails_costs_its_attempt(tiny_model: Path) -> None:
-    problems = {"raises": "customer", "never_asks": "no call of the model", "returns_a_list": "['right']"}
-    async with running(tiny_model, "chosen") as ran:
-        for agent, problem in problems.items():
-            rollout = await ran(n=2, chosen=agent)
-            assert rollout.failed == {"workflow_error": 2} and problem in str(rollout.problem)
+@pytest.mark.parametrize(
+    ("agent", "problem"),
+    [("raises", "customer"), ("never_asks", "no call of the model"), ("returns_a_list", "['right']")],
+)
+async def test_an_application_that_fails_costs_its_attempt(agent: str, problem: str, run: Run) -> None:
+    rollout = await run()(f"{agent} cat", n=2)
+    assert rollout.failed == {"workflow_error": 2} and problem in str(rollout.problem)
 
 
-async def test_an_application_that_exits_or_hangs_costs_its_attempt_and_its_process(tiny_model: Path) -> None:
-    async with running(tiny_model, "chosen", **{"explorer.deadline_s": 2.0}) as ran:
-        rollout = await ran(n=2, chosen="exits")
-        assert rollout.failed == {"workflow_error": 2} and "exit code 3" in str(rollout.problem)
-        rollout = await ran(n=2, chosen="hangs")
-        assert rollout.failed == {"timeout": 2} and "explorer.deadline_s" in str(rollout.problem)
-        server = ran.runner.workflow(AGENT)._server  # type: ignore[attr-defined]
+async def test_an_application_that_hangs_or_exits_costs_its_attempt_and_its_process_for_which_others_wait_at_no_cost(
+    tiny_model: Path,
+) -> None:
+    """The first attempt has the only process until its deadline is over; the others begin after it."""
+    options = {"agent": f"{APPLICATIONS}:chosen", "processes": 1}
+    async with running(tiny_model, "agent", options, **{"explorer.deadline_s": 5.0}) as ran:
+        ran.policy.holding.clear()
+        agents = ("returns_nothing", "returns_nothing", "exits")
+        attempted = [asyncio.create_task(ran(f"{agent} cat")) for agent in agents]
+        while len(ran.policy.requests) < 2:  # noqa: ASYNC110 - the policy has no event for it
+            await asyncio.sleep(0.01)
+        ran.policy.holding.set()
+        hung, waited, exited = await asyncio.gather(*attempted)
+        assert hung.failed == {"timeout": 1} and "explorer.deadline_s" in str(hung.problem)
+        assert ran.policy.aborted == 1 and len(waited.rows) == 1
+        assert exited.failed == {"workflow_error": 1} and "exit code 3" in str(exited.problem)
         async with asyncio.timeout(20):  # the endpoints of processes that are gone are gone, too
-            while server.apps:
+            while ran.workflow._server.apps:
                 gc.collect()
                 await asyncio.sleep(0.01)
 
 
 async def test_an_application_that_floods_its_model_fails_at_the_bound_and_others_are_answered(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempts, "MOST_CALLS", 20)
-    async with running(tiny_model, "chosen") as ran:
-        flooded, rollout = await asyncio.gather(ran(chosen="floods"), ran(chosen="asks_twice"))
-        assert flooded.failed == {"workflow_error": 1} and "more than 20 calls" in str(flooded.problem)
-        assert rollout.problem is None and rollout.rows and len(ran.policy.requests) <= 20 + 2
+    ran = run()
+    flooded, rollout = await asyncio.gather(ran("floods cat"), ran("asks_twice cat"))
+    assert flooded.failed == {"workflow_error": 1} and "more than 20 calls" in str(flooded.problem)
+    assert rollout.problem is None and rollout.rows and len(ran.policy.requests) <= 20 + 2
 
 
-async def test_a_dead_engine_ends_the_run_though_the_application_catches_everything(tiny_model: Path) -> None:
-    async with running(tiny_model, "catches_everything") as ran:
-        ran.policy.error = ActorDied("gone", field="engine-0")
-        with pytest.raises(ActorDied, check=about("engine-0")):
-            await ran()
+async def test_a_dead_engine_ends_the_run_though_the_application_catches_everything(run: Run) -> None:
+    ran = run()
+    ran.policy.error = ActorDied("gone", field="engine-0")
+    with pytest.raises(ActorDied, check=about("engine-0")):
+        await ran("catches_everything cat")
 
 
-async def test_an_application_without_room_for_an_answer_ends_its_row_for_length(tiny_model: Path) -> None:
-    async with running(tiny_model, "talks_on") as ran:
-        rollout = await ran()
-        [row] = rollout.rows
-        assert row.stop_reason == "length" and len(row.turns) > 4 and not rollout.failed
+async def test_an_application_without_room_for_an_answer_ends_its_row_for_length(run: Run) -> None:
+    rollout = await run()("talks_on cat")
+    [row] = rollout.rows
+    assert row.stop_reason == "length" and len(row.turns) > 4 and not rollout.failed
 
 
 @pytest.mark.parametrize("agent", ["returns_nothing", "sees_alternatives"])
-async def test_a_parked_attempt_goes_on_from_the_tokens_that_it_has(tiny_model: Path, agent: str) -> None:
-    async with running(tiny_model, agent, lambda prompt: "abcdefgh"[len(prompt.split("|>")[-1]) :]) as ran:
-        begun: list[Experience] = []
-        for version in range(10):
-            ran.policy.version = version
-            rollout = await ran(parking=Parking(5, begun))
-            if rollout.rows:
-                break
-            begun = from_batch(to_batch(rollout.parked))
-        [row] = rollout.rows
-        assert row.reward == (len(sampled(row)) if agent == "sees_alternatives" else len("abcdefgh"))
-        assert version == 3 and sampled(row) == [token for each in ran.policy.sampled for token in each.token_ids]
-        assert {span.version for span in row.weight_versions} == {0, 1, 2, 3}
-
-
-async def test_waiting_for_a_process_spends_no_deadline(tiny_model: Path) -> None:
-    """The first attempt has the only process until its deadline is over; the second one begins after it."""
-    settings = {"explorer.deadline_s": 5.0}
-    async with running(tiny_model, "calls_tools", options={"processes": 1}, **settings) as ran:
-        ran.policy.holding.clear()
-        running_both = asyncio.create_task(ran(n=2))
-        while len(ran.policy.requests) < 2:  # noqa: ASYNC110 - the policy has no event for it
-            await asyncio.sleep(0.01)
-        ran.policy.holding.set()
-        rollout = await running_both
-        assert len(rollout.rows) == 1 and rollout.failed == {"timeout": 1}
-        assert ran.policy.aborted == 1
-
-
-APPLICATIONS = "tests.endpoint.applications"
+async def test_a_parked_attempt_goes_on_from_the_tokens_that_it_has(agent: str, run: Run) -> None:
+    ran = run(lambda prompt: "abcdefgh"[len(prompt.split("|>")[-1]) :])
+    begun: list[Experience] = []
+    for version in range(10):
+        ran.policy.version = version
+        rollout = await ran(f"{agent} cat", parking=Parking(5, begun))
+        if rollout.rows:
+            break
+        begun = from_batch(to_batch(rollout.parked))
+    [row] = rollout.rows
+    assert row.reward == (len(sampled(row)) if agent == "sees_alternatives" else len("abcdefgh"))
+    assert version == 3 and sampled(row) == [token for each in ran.policy.sampled for token in each.token_ids]
+    assert {span.version for span in row.weight_versions} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(

@@ -168,10 +168,7 @@ async def test_a_text_continues_what_was_sampled_only_with_its_stop_string(tiny_
         assert first.choices[0].text == "look it up"
         following = f"ask. look it up{chr(10) + 'Seen:' if keeps else ''} 42. "
         await served.client.completions.create(prompt=following, **options)
-        assert served.policy.tokenizer.hf.decode(served.policy.requests[-1].prompt) == following
-        await served.client.post("/feedback", cast_to=object, body={"id": "s", "reward": 1.0})
-        [group] = served.book.sessions.take()[0]
-        assert len(group.rows) == (1 if keeps else 2)
+        assert served.prompts[-1] == following and len(served.rows("s")) == (1 if keeps else 2)
 
 
 async def test_a_second_reward_is_refused_once(served: Served) -> None:
@@ -247,8 +244,7 @@ async def test_of_the_allowed_tools_alone_one_is_called(api: str, mode: str, tin
             create = served.client.responses.create
         answer = (await create(model=MODEL, **asked)).model_dump()
         assert "add" in json.dumps(answer.get("output") or answer["choices"][0]["message"]["tool_calls"])
-        [request] = served.policy.requests
-        shown = served.policy.tokenizer.hf.decode(request.prompt)
+        [request], [shown] = served.policy.requests, served.prompts
         assert "add" in shown and "subtract" not in shown
         assert ('"const": "add"' in request.sampling.json_schema) == (mode == "required"), "the tool's schema wins"
         for wrong in ({**choice, "allowed_tools": {"tools": [other], "mode": "any"}}, {"type": "allowed_tools"}):
@@ -266,13 +262,11 @@ async def test_a_template_that_knows_no_tools_is_shown_them_and_their_results_as
         result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "three"}
         messages: Any = [*USER, called.model_dump(exclude_none=True), result]
         await served.client.chat.completions.create(messages=messages, **ask)
-        prompts = [served.policy.tokenizer.hf.decode(request.prompt) for request in served.policy.requests]
-        assert '"name": "add"' in prompts[0] and "three" in prompts[1]
+        assert '"name": "add"' in served.prompts[0] and "three" in served.prompts[1]
         answer = served.policy.sampled[0].token_ids
         assert tuple(served.policy.requests[1].prompt[len(served.policy.requests[0].prompt) :][: len(answer)]) == answer
-        assert served.book.sessions.feedback(first.id, 1.0, {}, 0.0) == "s"
-        [group] = served.book.sessions.take()[0]
-        assert len(group.rows) == 1 and int(group.rows[0].action_mask.sum()) == 2 * len(answer)
+        [row] = served.rows("s")
+        assert int(row.action_mask.sum()) == 2 * len(answer)
 
 
 async def test_a_call_that_cannot_be_read_is_shown_as_it_is(tiny_model: Path) -> None:

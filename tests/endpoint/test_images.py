@@ -84,7 +84,7 @@ async def test_every_api_gives_the_tokens_of_the_models_own_processor_and_the_en
     *_, one, two = served.policy.requests
     assert one.prompt == by_the_processor(served, "<image>\nWhat is it?", SMALL) and one.images == (SMALL,)
     assert two.images == (SMALL, SMALL) and counted.input_tokens == len(two.prompt)
-    text = served.policy.tokenizer.hf.decode(two.prompt)
+    text = served.prompts[-1]
     assert text.rindex("it is") < text.rindex("<|image_pad|>") < text.rindex("And now?")
 
 
@@ -109,7 +109,7 @@ async def test_pictures_in_results_of_tools_follow_these(served: Served) -> None
     await served.client.responses.create(model=MODEL, input=items)
     chat, responses = served.policy.requests
     assert chat.prompt == responses.prompt and chat.images == responses.images == (WIDE, SMALL)
-    shown_text = served.policy.tokenizer.hf.decode(chat.prompt)
+    shown_text = served.prompts[0]
     assert shown_text.rindex("it is") < shown_text.index("<|image_pad|>"), "they follow both"
 
 
@@ -124,7 +124,7 @@ async def test_a_conversation_with_pictures_is_one_row_that_holds_them_and_is_fo
     reader = served.policy.tokenizer.images
     assert third.images == (WIDE, SMALL)
     assert third.prompt.count(reader.token_id) == reader.tokens(WIDE) + reader.tokens(SMALL)
-    assert "Say < image> and " in served.policy.tokenizer.hf.decode(third.prompt), "it is a text, not a picture"
+    assert "Say < image> and " in served.prompts[2], "it is a text, not a picture"
     # The same words about another picture are another conversation.
     other = await served.client.chat.completions.create(messages=[*asks(TEXT, SMALL), *messages[1:]], **ask)
     await served.client.post("/feedback", body={"id": other.id, "reward": 1.0}, cast_to=object)
@@ -181,5 +181,5 @@ async def test_a_model_without_eyes_refuses_pictures_and_answers_texts(tiny_mode
             await served.client.chat.completions.create(model=MODEL, messages=asks(TEXT, SMALL))
         assert served.book.sessions.stats().open == 1 and served.policy.requests == []
         await served.client.chat.completions.create(model=MODEL, messages=asks(TEXT, "<image>"))
-        [asked] = served.policy.requests
-        assert "<image>" in served.policy.tokenizer.hf.decode(asked.prompt), "a text without pictures stays as it is"
+        [asked] = served.prompts
+        assert "<image>" in asked, "a text without pictures stays as it is"

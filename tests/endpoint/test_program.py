@@ -9,93 +9,91 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.program import Program
 from rayrft.errors import ConfigError
-from rayrft.experience import Task
-from rayrft.explorer.rollout import Runner
-from rayrft.rewards import RewardResult, Transcript
+from rayrft.explorer.rollout import Rollout
+from rayrft.explorer.workflows import register_workflow
 from rayrft.rewards.sandbox import Sandbox, isolate
-from tests.endpoint.scripted import Policy
+from tests.endpoint.scripted import Ran, running
 from tests.errors import about
-from tests.explorer.scripted import config
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 SOURCE = Path(__file__).with_name("program.py").read_text()
 PYTHON = Sandbox().python[0]
 CHECK = "from solution import double\nassert double(4) == 8\n"
 
 
-class Ran:
-    """A runner over a scripted policy, whose workflow is a program; the reward is the length of a response."""
+@pytest.fixture(scope="module")
+async def run(tiny_model: Path) -> AsyncIterator[Callable[..., Ran]]:
+    """Runners of the program by its options and limits: those with the same ones share processes, of which the first
+    takes seconds to start."""
+    programs, names = list[Program](), dict[str, str]()
 
-    def __init__(self, folder: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
-        self.scored: list[str] = []
-        self.policy = Policy(ChatTokenizer(folder), lambda prompt: "dog")
-        limits = {"model.max_length": 200, "explorer.sampling.max_tokens": 32, "explorer.deadline_s": 60.0, **settings}
-        workflow = {"explorer.workflow": "program", "explorer.workflow_options": {"program": options}}
-        self.runner = Runner(config(**limits, **workflow), ChatTokenizer(folder), self.policy, self._score)
+    def make(options: Any = None, deadline_s: float = 60.0, **limits: Any) -> Ran:
+        name = names.setdefault(repr([options, limits]), f"program {len(names)}")
+        if len(names) > len(programs):
+            programs.append(program := Program([PYTHON, "-S", "agent.py", "{question}"], **(options or {})))
+            register_workflow(name)(lambda: program)
+        return Ran(tiny_model, name, {}, **{"explorer.deadline_s": deadline_s, **limits})
 
-    async def _score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        responses = [each.response for each in transcripts]
-        self.scored += responses
-        return [RewardResult(float(len(response))) for response in responses]
-
-    async def __call__(self, n: int = 1, question: str = "cat", **metadata: Any) -> Any:
-        files = {"agent.py": SOURCE, **metadata.pop("files", {})}
-        task = Task.create("test", question, "x", metadata={"files": files, **metadata})
-        return await self.runner.run(task, "group", n, 1.0, None)
+    yield make
+    await asyncio.gather(*(program.close() for program in programs))
 
 
-@contextlib.asynccontextmanager
-async def running(folder: Path, what: str, options: Any = None, **settings: Any) -> AsyncIterator[Ran]:
-    command = {"command": [PYTHON, "-S", "agent.py", what, "{question}"], **(options or {})}
-    ran = Ran(folder, command, settings)
-    yield ran
-    await ran.runner.workflow("program").close()  # type: ignore[attr-defined]
+Run = Callable[..., Ran]
+CHECKED = {"check": [PYTHON, "-S", "tests/check.py"], "environment": {"PYTHONPATH": "."}}
 
 
-async def test_the_calls_of_a_program_are_a_row_and_its_output_is_scored(tiny_model: Path) -> None:
-    async with running(tiny_model, "talks") as ran:
-        rollout = await ran(n=2, question="What {question} says: `$(reboot)` {url}?")
-        assert rollout.problem is None and ran.scored == ["Final: dog"] * 2
-        for row in rollout.rows:
-            assert [turn["content"] for turn in row.turns][::2] == ["What {question} says: `$(reboot)` {url}?", "Sure?"]
-            assert (row.reward, row.stop_reason) == (10.0, "stop")
+async def attempt(ran: Ran, what: str, n: int = 1, question: str = "cat", **metadata: Any) -> Rollout:
+    """Run the program, which does ``what``."""
+    files = {"agent.py": SOURCE, **metadata.pop("files", {})}
+    return await ran(f"{what} {question}", n, files=files, **metadata)
 
 
-async def test_the_calls_of_what_a_program_starts_are_further_rows(tiny_model: Path) -> None:
-    async with running(tiny_model, "delegates") as ran:
-        rollout = await ran()
-        assert [row.turns[0]["content"] for row in rollout.rows] == ["cat", "Check dog"]
-        assert [row.reward for row in rollout.rows] == [3.0, 3.0] and ran.scored == ["dog"]
+async def test_the_calls_of_a_program_are_a_row_and_its_output_is_scored(run: Run) -> None:
+    question = "What {question} says: `$(reboot)` {url}?"
+    rollout = await attempt(ran := run(), "talks", n=2, question=question)
+    assert rollout.problem is None and ran.scored == ["Final: dog"] * 2
+    for row in rollout.rows:
+        assert [turn["content"] for turn in row.turns][::2] == [question, "Sure?"]
+        assert (row.reward, row.stop_reason) == (10.0, "stop")
 
 
-async def test_a_file_that_a_program_left_is_scored(tiny_model: Path) -> None:
-    async with running(tiny_model, "writes", {"answer": "sub/answer.txt"}) as ran:
-        rollout = await ran(files={"given/hint.txt": "barks"})
-        assert ran.scored == ["dog barks"] and not rollout.failed
-    async with running(tiny_model, "talks", {"answer": "sub/answer.txt"}) as ran:
-        await ran()
-        assert ran.scored == [""]
+async def test_the_calls_of_what_a_program_starts_are_further_rows(run: Run) -> None:
+    rollout = await attempt(ran := run(), "delegates")
+    assert [row.turns[0]["content"] for row in rollout.rows] == ["cat", "Check dog"]
+    assert [row.reward for row in rollout.rows] == [3.0, 3.0] and ran.scored == ["dog"]
+
+
+async def test_a_file_that_a_program_left_is_scored(run: Run) -> None:
+    ran = run({"answer": "sub/answer.txt"})
+    rollout = await attempt(ran, "writes", files={"given/hint.txt": "barks"})
+    assert ran.scored == ["dog barks"] and not rollout.failed
+    await attempt(ran, "talks")
+    assert ran.scored == ["dog barks", ""]
 
 
 @pytest.mark.parametrize(("what", "reward"), [("solves", 1.0), ("talks", 0.0)])
-async def test_tests_that_a_program_cannot_see_give_its_reward(tiny_model: Path, what: str, reward: float) -> None:
-    check = [PYTHON, "-S", "tests/check.py"]
-    async with running(tiny_model, what, {"check": check, "environment": {"PYTHONPATH": "."}}) as ran:
-        rollout = await ran(check_files={"tests/check.py": f"import sys; sys.path.insert(0, '.')\n{CHECK}"})
-        assert [row.reward for row in rollout.rows] == [reward] and ran.scored == []
+async def test_tests_that_a_program_cannot_see_give_its_reward(what: str, reward: float, run: Run) -> None:
+    check_files = {"tests/check.py": f"import sys; sys.path.insert(0, '.')\n{CHECK}"}
+    rollout = await attempt(ran := run(CHECKED), what, check_files=check_files)
+    assert [row.reward for row in rollout.rows] == [reward] and ran.scored == []
+
+
+async def test_a_check_without_files_fails_its_attempt(run: Run) -> None:
+    rollout = await attempt(run(CHECKED), "talks")
+    assert rollout.failed == {"workflow_error": 1} and "metadata.check_files" in str(rollout.problem)
 
 
 @pytest.mark.parametrize("isolation", ["bwrap", "unshare"])
 async def test_a_program_reaches_its_model_and_nothing_else(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, isolation: str
+    isolation: str, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     try:
         isolate(isolation, (), lenient=True)
@@ -104,34 +102,31 @@ async def test_a_program_reaches_its_model_and_nothing_else(
     monkeypatch.setenv("MY_SECRET_KEY", "abc")
     server = socket.create_server(("127.0.0.1", 0))
     environment = {"SERVER": "{}:{}".format(*server.getsockname()), "OUTSIDE": str(tmp_path)}
-    async with running(tiny_model, "looks", {"environment": environment, "isolation": isolation}) as ran:
-        rollout = await ran()
-        assert rollout.problem is None
-        assert [json.loads(each) for each in ran.scored] == [[[], [], 0, False, False]]
+    ran = run({"environment": environment, "isolation": isolation})
+    rollout = await attempt(ran, "looks")
+    assert rollout.problem is None
+    assert [json.loads(each) for each in ran.scored] == [[[], [], 0, False, False]]
 
 
-async def test_a_program_that_fails_or_grows_or_hangs_costs_its_attempt_alone(tiny_model: Path) -> None:
-    async with running(tiny_model, "fails") as ran:
-        rollout = await ran(n=2)
-        assert rollout.failed == {"workflow_error": 2} and "no such customer" in str(rollout.problem)
-        [problem] = ran.runner.take_problems().values()
-        assert "no such customer" in problem and "\n" not in problem
-        assert (await ran()).failed and ran.runner.take_problems() == {}
-    async with running(tiny_model, "fails", {"status": "any"}) as ran:
-        rollout = await ran()
-        assert not rollout.failed and ran.scored == [""]
-    async with running(tiny_model, "grows", {"memory_mib": 256}) as ran:
-        rollout = await ran()
-        assert rollout.failed == {"workflow_error": 1} and "memory" in str(rollout.problem)
+async def test_a_program_that_fails_or_grows_costs_its_attempt_alone(run: Run) -> None:
+    ran = run()
+    rollout = await attempt(ran, "fails", n=2)
+    assert rollout.failed == {"workflow_error": 2} and "no such customer" in str(rollout.problem)
+    [problem] = ran.runner.take_problems().values()
+    assert "no such customer" in problem and "\n" not in problem
+    assert (await attempt(ran, "fails")).failed and ran.runner.take_problems() == {}
+    rollout = await attempt(ran := run({"status": "any", "memory_mib": 256}), "fails")
+    assert not rollout.failed and ran.scored == [""]
+    rollout = await attempt(ran, "grows")
+    assert rollout.failed == {"workflow_error": 1} and "memory" in str(rollout.problem)
 
 
-async def test_a_program_that_hangs_is_killed_with_what_it_started(tiny_model: Path) -> None:
-    async with running(tiny_model, "hangs", **{"explorer.deadline_s": 5.0}) as ran:
-        rollout = await ran()
-        assert rollout.failed == {"timeout": 1}
-        async with asyncio.timeout(20):
-            while _sleeping():  # noqa: ASYNC110 - nobody tells of the end of a process
-                await asyncio.sleep(0.01)
+async def test_a_program_that_hangs_is_killed_with_what_it_started(run: Run) -> None:
+    rollout = await attempt(run(deadline_s=5.0), "hangs")
+    assert rollout.failed == {"timeout": 1}
+    async with asyncio.timeout(20):
+        while _sleeping():  # noqa: ASYNC110 - nobody tells of the end of a process
+            await asyncio.sleep(0.01)
 
 
 def _sleeping() -> list[str]:
@@ -186,21 +181,23 @@ async def test_real_agents_use_their_tools_and_their_files_are_scored(
     command = [*(["node"] if program.suffix == ".js" else []), str(program), *arguments]
     options = {"command": command, "environment": environment, "folders": [str(tmp_path)], "answer": "answer.txt"}
     limits = {"model.max_length": 2_000_000, "explorer.sampling.max_tokens": 400, "explorer.deadline_s": 300.0}
-    ran = Ran(tiny_model, options, limits)
     call = json.dumps({"name": tool, "arguments": given})
-    ran.policy.say = lambda prompt: "Done." if "forty-two" in prompt else f"<tool_call>{call}</tool_call>"
-    rollout = await ran(question="Write the answer to everything into answer.txt")
-    await ran.runner.workflow("program").close()  # type: ignore[attr-defined]
+
+    def say(prompt: str) -> str:
+        return "Done." if "forty-two" in prompt else f"<tool_call>{call}</tool_call>"
+
+    async with running(tiny_model, "program", options, say, **limits) as ran:
+        rollout = await ran("Write the answer to everything into answer.txt")
     assert rollout.problem is None and ran.scored == ["forty-two"]
     [row] = rollout.rows
     assert [turn["role"] for turn in row.turns][-3:] == ["assistant", "tool", "assistant"]
     assert row.turns[-1]["content"] == "Done."
 
 
-async def test_stdin_and_environment_have_the_question_and_the_key(tiny_model: Path) -> None:
-    async with running(tiny_model, "reads", {"stdin": "{question} {other}", "environment": {"X": "{api_key}"}}) as ran:
-        await ran()
-        assert ran.scored == ["CAT {OTHER}"]
+async def test_stdin_and_environment_have_the_question_and_the_key(run: Run) -> None:
+    ran = run({"stdin": "{question} {other}", "environment": {"X": "{api_key}"}})
+    await attempt(ran, "reads")
+    assert ran.scored == ["READS CAT {OTHER}"]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +214,7 @@ async def test_stdin_and_environment_have_the_question_and_the_key(tiny_model: P
         ({"command": ["sh"], "isolation": "runsc"}, "isolation"),
     ],
 )
-def test_a_program_that_cannot_run_is_an_error_before_the_start(options: Any, field: str) -> None:
+async def test_a_program_that_cannot_run_is_an_error_before_the_start(options: Any, field: str) -> None:
     with pytest.raises(ConfigError, check=about(field)):
         Program(**options)
 
@@ -233,36 +230,24 @@ async def test_a_program_outside_of_the_folders_is_an_error_that_names_them(tmp_
     await Program([str(agent)], folders=[str(tmp_path)]).close()
 
 
-async def test_a_check_without_files_fails_its_attempt(tiny_model: Path) -> None:
-    check = [PYTHON, "-S", "-c", "pass"]
-    async with running(tiny_model, "talks", {"check": check}) as ran:
-        rollout = await ran()
-        assert rollout.failed == {"workflow_error": 1} and "metadata.check_files" in str(rollout.problem)
-        assert [row.reward for row in (await ran(check_files={})).rows] == [1.0]
-
-
 @pytest.mark.parametrize(
     ("options", "reward", "scored"),
     [({}, None, ["d"]), ({"answer": "a.txt"}, 0.0, [""]), ({"check": [PYTHON, "-c", ""]}, 0.0, [])],
 )
 async def test_a_program_that_fails_since_an_answer_was_cut_has_its_row(
-    tiny_model: Path, options: dict[str, Any], reward: float | None, scored: list[str]
+    options: dict[str, Any], reward: float | None, scored: list[str], run: Run
 ) -> None:
-    async with running(tiny_model, "fails", options, **{"explorer.sampling.max_tokens": 1}) as ran:
-        rollout = await ran(check_files={})
-        assert not rollout.failed and [row.stop_reason for row in rollout.rows] == ["length"]
-        assert [row.reward for row in rollout.rows] == [reward] and ran.scored == scored
+    rollout = await attempt(ran := run(options, **{"explorer.sampling.max_tokens": 1}), "fails", check_files={})
+    assert not rollout.failed and [row.stop_reason for row in rollout.rows] == ["length"]
+    assert [row.reward for row in rollout.rows] == [reward] and ran.scored == scored
 
 
-async def test_a_prompt_without_room_names_the_limit(tiny_model: Path) -> None:
-    async with running(tiny_model, "talks", **{"model.max_length": 72}) as ran:
-        rollout = await ran(question="cat " * 80)
-        assert rollout.failed == {"prompt_too_long": 1} and "model.max_length" in str(rollout.problem)
+async def test_a_prompt_without_room_names_the_limit(run: Run) -> None:
+    rollout = await attempt(run(), "talks", question="cat " * 200)
+    assert rollout.failed == {"prompt_too_long": 1} and "model.max_length" in str(rollout.problem)
 
 
 @pytest.mark.parametrize("files", [["a"], {"/etc/x": "y"}, {"../x": "y"}, {"x": 3}])
-async def test_files_outside_of_the_folder_fail_their_attempt(tiny_model: Path, files: Any) -> None:
-    async with running(tiny_model, "talks") as ran:
-        task = Task.create("test", "cat", "x", metadata={"files": files})
-        rollout = await ran.runner.run(task, "group", 1, 1.0, None)
-        assert rollout.failed == {"workflow_error": 1} and "metadata.files" in str(rollout.problem)
+async def test_files_outside_of_the_folder_fail_their_attempt(files: Any, run: Run) -> None:
+    rollout = await run()("talks cat", files=files)
+    assert rollout.failed == {"workflow_error": 1} and "metadata.files" in str(rollout.problem)

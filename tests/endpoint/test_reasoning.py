@@ -27,7 +27,7 @@ async def test_options_of_the_template_are_the_requests_own_and_a_session_goes_b
             answer = (await served.http.post("/v1/chat/completions", json=body)).json()
             texts.append(answer["choices"][0]["message"]["content"])
         assert texts == ["6", "6", "5</think>6"]
-        prompts = [served.policy.tokenizer.hf.decode(request.prompt) for request in served.policy.requests]
+        prompts = served.prompts
         assert prompts[0] == "<|user|>hi<|assistant|><think>" and prompts[1].startswith(prompts[0] + "5</think>6")
         assert prompts[2] == "!<|user|>hi<|assistant|><think>5</think>6<|eos|><|user|>more<|assistant|>"
 
@@ -74,8 +74,7 @@ async def test_a_client_may_send_reasoning_back_in_its_field_in_the_content_or_n
             body = {"model": MODEL, "user": "s", "messages": messages}
             said = (await served.http.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
             assert (said["content"], said["reasoning_content"]) == ("6", "5")
-        await served.client.post("/feedback", cast_to=object, body={"id": "s", "reward": 1.0})
-        [[row]] = [group.rows for group in served.book.sessions.take()[0]]
+        [row] = served.rows("s")
         before = [*served.policy.requests[0].prompt, *served.policy.sampled[0].token_ids]
         assert row.token_ids[: len(before)].tolist() == before, "its tokens stay as they were sampled"
 
@@ -108,9 +107,9 @@ async def test_a_session_is_one_row_or_one_for_each_turn_of_the_user_whose_reaso
         [call] = (await answer())["tool_calls"]
         await answer({"role": "tool", "tool_call_id": call["id"], "content": "blue"})
         assert (await answer({"role": "user", "content": "Sure?"}))["content"] == "no"
-        one, two, three = served.policy.requests
+        one, two, _ = served.policy.requests
         assert two.prompt[: len(one.prompt)] == one.prompt
-        shown = served.policy.tokenizer.hf.decode(three.prompt)
+        shown = served.prompts[2]
         assert ("first" in shown, "second" in shown) == (rows == 1, rows == 1)
         if rows == 2:
             plain = [{**each, "content": each["content"] or "", "reasoning_content": ""} for each in messages[:-1]]
@@ -118,10 +117,9 @@ async def test_a_session_is_one_row_or_one_for_each_turn_of_the_user_whose_reaso
                 plain, tools=[LOOK], add_generation_prompt=True, tokenize=False
             )
             assert shown == rendered
-        await served.client.post("/feedback", cast_to=object, body={"id": "s", "reward": 1.0})
-        [group], _ = served.book.sessions.take()
-        assert len(group.rows) == rows
-        trained = sum(int(row.action_mask.sum()) for row in group.rows)
+        found = served.rows("s")
+        assert len(found) == rows
+        trained = sum(int(row.action_mask.sum()) for row in found)
         assert trained == sum(len(each.token_ids) for each in served.policy.sampled), "each answer once"
 
 

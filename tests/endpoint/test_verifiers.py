@@ -22,16 +22,13 @@ import rayrft
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data import verifiers_host
 from rayrft.data.task_sources import read_source
-from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.verifiers import Verifiers
 from rayrft.errors import DataError
 from rayrft.experience import Task
-from rayrft.explorer.rollout import Runner
 from rayrft.monitor.records import StepRecord
 from tests.e2e.conftest import small_config
-from tests.endpoint.scripted import Policy
+from tests.endpoint.scripted import Ran, running
 from tests.errors import about
-from tests.explorer.scripted import config
 from tests.newest import environment
 
 FOLDER = Path(__file__).parent
@@ -60,30 +57,16 @@ def tasks(python: str, **options: Any) -> list[Task]:
     return read_source(TaskSourceConfig(**source), "tasks.sources.0")
 
 
-class Ran:
-    """A runner over a scripted policy that says ``aab``, whose workflow is verifiers."""
-
-    def __init__(self, folder: Path, python: str, **options: Any) -> None:
-        self.policy = Policy(ChatTokenizer(folder), lambda prompt: "aab")
-        limits = {"model.max_length": 200, "explorer.sampling.max_tokens": 32, **options}
-        chosen = {"python": python, "environment": settings(), "processes": 2}
-        workflow = {"explorer.workflow": "verifiers", "explorer.workflow_options": {"verifiers": chosen}}
-        self.runner = Runner(config(**limits, **workflow), ChatTokenizer(folder), self.policy, None)  # type: ignore[arg-type]
-
-    async def __call__(self, task: Task, n: int = 1) -> Any:
-        return await self.runner.run(task, "group", n, 1.0, None)
-
-
 @contextlib.asynccontextmanager
-async def running(folder: Path, python: str, **options: Any) -> AsyncIterator[Ran]:
-    ran = Ran(folder, python, **options)
-    yield ran
-    await ran.runner.workflow("verifiers").close()  # type: ignore[attr-defined]
+async def playing(folder: Path, python: str, **limits: Any) -> AsyncIterator[Ran]:
+    chosen = {"python": python, "environment": settings(), "processes": 2}
+    async with running(folder, "verifiers", chosen, lambda prompt: "aab", **limits) as ran:
+        yield ran
     assert hosts() == []
 
 
 def hosts() -> list[psutil.Process]:
-    """The processes that play episodes, and those that have ended but are not awaited."""
+    """The processes that play episodes."""
     children = psutil.Process().children(recursive=True)
     return [each for each in children if each.status() != "zombie" and verifiers_host.__file__ in each.cmdline()]
 
@@ -93,7 +76,7 @@ async def test_an_episode_is_a_row_with_the_reward_and_the_metrics_of_its_taskse
 ) -> None:
     listed = tasks(python, count=2)
     assert [task.question for task in listed] == ["Say a", "Say b"]
-    async with running(tiny_model, python) as ran:
+    async with playing(tiny_model, python) as ran:
         for task, reward in zip(listed, (4 / 3, 2 / 3), strict=True):
             rollout = await ran(task, n=3)
             assert rollout.problem is None and len(rollout.rows) == 3 and len(hosts()) == 2
@@ -104,22 +87,15 @@ async def test_an_episode_is_a_row_with_the_reward_and_the_metrics_of_its_taskse
                 assert result.components == pytest.approx({"share": reward, "letters": 3.0})
 
 
-@pytest.mark.parametrize(
-    ("what", "reason", "problem"),
-    [
-        ("raises", "workflow_error", "LookupError: no such letter"),
-        ("dies", "workflow_error", "its process ended with status 3"),
-        ("hangs", "timeout", ""),
-    ],
-)
-async def test_an_episode_that_fails_costs_its_attempt_alone(
-    what: str, reason: str, problem: str, python: str, tiny_model: Path
-) -> None:
-    [bad] = tasks(python, count=1, what=what)
+async def test_an_episode_that_fails_costs_its_attempt_alone(python: str, tiny_model: Path) -> None:
+    problems = {"raises": "LookupError: no such letter", "dies": "its process ended with status 3", "hangs": ""}
+    bad = [task for what in problems for task in tasks(python, count=1, what=what)]
     [good] = tasks(python, count=1)
-    async with running(tiny_model, python, **{"explorer.deadline_s": 5.0}) as ran:
-        failed, rollout = await asyncio.gather(ran(bad), ran(good))
-        assert failed.failed == {reason: 1} and problem in str(failed.problem)
+    async with playing(tiny_model, python, **{"explorer.deadline_s": 5.0}) as ran:
+        *failed, rollout = await asyncio.gather(*map(ran, [*bad, good]))
+        reasons = [{"workflow_error": 1}, {"workflow_error": 1}, {"timeout": 1}]
+        assert [each.failed for each in failed] == reasons
+        assert all(problem in str(each.problem) for problem, each in zip(problems.values(), failed, strict=True))
         for _ in range(2):
             assert [row.reward for row in rollout.rows] == [pytest.approx(4 / 3)]
             rollout = await ran(good)
@@ -129,15 +105,15 @@ async def test_a_killed_process_costs_its_attempt_alone_and_another_one_takes_it
     python: str, tiny_model: Path
 ) -> None:
     [task] = tasks(python, count=1)
-    async with running(tiny_model, python) as ran:
+    async with playing(tiny_model, python) as ran:
         ran.policy.holding.clear()
-        playing = [asyncio.ensure_future(ran(task)) for _ in range(2)]
+        episodes = [asyncio.ensure_future(ran(task)) for _ in range(2)]
         while len(ran.policy.requests) < 2:  # noqa: ASYNC110 - the episodes are in other processes
             await asyncio.sleep(0.01)
         os.kill(hosts()[0].pid, signal.SIGKILL)
-        ended, _ = await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait(episodes, return_when=asyncio.FIRST_COMPLETED)
         ran.policy.holding.set()
-        rollouts = await asyncio.gather(*playing)
+        rollouts = await asyncio.gather(*episodes)
         assert [rollout.failed for rollout in rollouts if rollout.failed] == [{"workflow_error": 1}] and len(ended) == 1
         assert [row.reward for rollout in rollouts for row in rollout.rows] == [pytest.approx(4 / 3)]
         assert len((await ran(task, n=2)).rows) == 2
@@ -178,7 +154,7 @@ def test_a_model_learns_from_the_rewards_of_an_environment(
 
 
 async def test_a_task_from_elsewhere_is_refused(python: str, tiny_model: Path) -> None:
-    async with running(tiny_model, python) as ran:
+    async with playing(tiny_model, python) as ran:
         rollout = await ran(Task.create("test", "Say a", ""))
         assert rollout.failed == {"workflow_error": 1} and "tasks of source verifiers" in str(rollout.problem)
 

@@ -14,7 +14,7 @@ from rayrft.explorer.environments import Step
 
 
 class Blocking:
-    """Every step says who it is; its actions are troubles."""
+    """Every step says who it is and what was done, and is worth more than the last one; its actions are troubles."""
 
     def __init__(self, flag: str = "") -> None:
         self._flag = Path(flag) if flag else None
@@ -46,7 +46,8 @@ class Blocking:
                 return None
             case "nan":
                 return Step("fine", reward=float("nan"))
-        return Step(f"{self._rng.random()} {os.getpid()}", 0.1, done=self._steps == 3, info={"slips": 2, "note": "no"})
+        said, done = f"{self._rng.random()} {os.getpid()} {action}", self._steps == 3
+        return Step(said, 0.1 * self._steps, done=done, info={"slips": 2, "note": "no"})
 
     def close(self) -> None:
         pass

@@ -57,16 +57,14 @@ class InProcess(Thorough):
 
 
 class Troubled:
-    """Repeat 0 answers; the others have troubles of the options, in turn. ``place`` is a file for what it tells."""
+    """Repeat 0 answers; the others have the task's troubles, in turn. Its ``place`` is a file for what they tell."""
 
     blocking = True
 
-    def __init__(self, trouble: str = "", place: str = "") -> None:
-        self._troubles, self._place = trouble.split(", "), Path(place)
-
     async def run(self, task: Task, model: Any, env: Any = None) -> Any:
         trajectory = model.start(task.messages)
-        trouble = self._troubles[(model.repeat - 1) % len(self._troubles)]
+        troubles, self._place = task.metadata["troubles"] or [""], Path(task.metadata["place"])
+        trouble = troubles[(model.repeat - 1) % len(troubles)]
         if trouble == "catches all":
             with contextlib.suppress(Exception):
                 await trajectory.act()

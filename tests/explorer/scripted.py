@@ -117,16 +117,10 @@ def spelling(words: int) -> list[Task]:
 
 
 def make_explorer(
-    config: RunConfig,
-    model: Path,
-    engine: Any,
-    buffer: Any,
-    rewards: Any,
-    tasks: Sequence[Task] = (),
-    pool: EnginePool | None = None,
+    config: RunConfig, model: Path, engine: Any, buffer: Any, rewards: Any, tasks: Sequence[Task] = ()
 ) -> Explorer:
     """``buffer`` is a Buffer or `Taken`."""
-    tasks, pool = list(tasks) or spelling(50), pool or EnginePool()
+    tasks, pool = list(tasks) or spelling(50), EnginePool()
     pool.membership = Membership(1, (Member(remote(engine, "engine-0"), 0),))
     tokenizer, held_out = partial(ChatTokenizer, model), tasks[:5]
     explorer = Explorer(config, tokenizer, remote(pool, "engine_pool"), remote(buffer), tasks, held_out, None)

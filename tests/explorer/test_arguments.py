@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -66,14 +67,16 @@ class Recorded(Exception):
     """Raised in place of starting vLLM."""
 
 
-async def recorded(monkeypatch: pytest.MonkeyPatch, model: Path, config: EngineConfig, dtype: str) -> tuple[Any, Any]:
+async def recorded(
+    monkeypatch: pytest.MonkeyPatch, model: Path, config: EngineConfig, dtype: str, **settings: Any
+) -> tuple[Any, Any]:
     """The arguments and the usage with which an engine would start."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     start = mock.Mock(side_effect=Recorded)
     monkeypatch.setattr(AsyncLLM, "from_engine_args", start)
     with pytest.raises(Recorded):
-        await RolloutEngine().start(str(model), config, max_length=64, dtype=dtype, seed=3)
+        await RolloutEngine().start(str(model), config, max_length=64, dtype=dtype, seed=3, **settings)
     return start.call_args.args[0], start.call_args.kwargs["usage_context"]
 
 
@@ -86,13 +89,18 @@ async def test_engines_on_gpus_have_the_defaults_of_the_llm_class(
     assert usage is UsageContext.LLM_CLASS and found.max_num_batched_tokens is None, "vLLM chooses, by the GPU"
     assert (found.enforce_eager, found.max_num_seqs, found.tensor_parallel_size) == (False, None, 2)
     assert found.hf_overrides == {"head_dtype": "float32"}, "the trainer computes logits in float32"
-    assert found.distributed_executor_backend == "mp" and found.gpu_memory_utilization == 0.85
-    found, _ = await recorded(monkeypatch, tiny_model, shared(ON_GPU), "float32")
-    assert not found.hf_overrides
+    assert found.distributed_executor_backend == "mp", "else vLLM would ask for a bundle of each GPU"
+    assert found.gpu_memory_utilization == 0.85
+    found, _ = await recorded(monkeypatch, tiny_model, EngineConfig(gpus=0.4), "float32")
+    assert not found.hf_overrides and found.distributed_executor_backend is None
 
 
-def shared(config: EngineConfig) -> EngineConfig:
-    return config.model_copy(update={"gpus": 0.4, "tensor_parallel": 1})
+async def test_an_engine_whose_gpus_are_lent_sees_them_alone(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as in any actor to which Ray gives none
+    lent = EngineConfig(gpus=0.4, tensor_parallel=2)
+    found, _ = await recorded(monkeypatch, tiny_model, lent, "float32", lent=("3", "5"))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,5"
+    assert (found.tensor_parallel_size, found.distributed_executor_backend) == (2, "mp")
 
 
 async def test_engines_on_cpus_compile_nothing_and_split_no_prompt(

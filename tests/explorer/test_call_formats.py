@@ -40,6 +40,7 @@ from rayrft.explorer.tools.vllm_parsers import (
 from rayrft.registry import Registry
 from rayrft.trainer.tiny import make_tokenizer
 from tests.conftest import ROOT
+from tests.scripted import PoolHere
 
 _TURNS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
@@ -309,6 +310,12 @@ async def test_a_parser_that_raises_hangs_or_dies_costs_that_call_alone(
         await form.close()
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has imported vLLM, which takes another one seconds."""
+    monkeypatch.setattr(vllm_parsers, "ProcessPool", PoolHere)
+
+
 def test_a_format_is_named_by_rayrft_or_vllm_and_another_name_is_refused_with_the_nearest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -325,6 +332,7 @@ def test_a_format_is_named_by_rayrft_or_vllm_and_another_name_is_refused_with_th
         check_call_format("mine", "form")
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", ["deepseek", "deepseekv3"])
 async def test_a_model_whose_template_shows_calls_but_no_tools_is_told_to_write_them_so(
     name: str, tokenizer: Callable[[str], ChatTokenizer]
@@ -339,6 +347,7 @@ async def test_a_model_whose_template_shows_calls_but_no_tools_is_told_to_write_
     await form.close()
 
 
+@pytest.mark.usefixtures("in_this_process")
 async def test_a_template_without_calls_is_one_of_hermes_and_one_that_nobody_reads_is_refused(
     tokenizer: Callable[[str], ChatTokenizer],
 ) -> None:

@@ -228,15 +228,6 @@ async def test_a_request_whose_engines_die_ends_alone_and_ends_no_third(subject:
     assert await subject.ask() == [ANSWER] and third.asked == [1]
 
 
-async def test_requests_that_wait_for_engines_that_all_have_died_and_are_not_replaced_end(subject: Subject) -> None:
-    subject.pool.membership = replace(subject.pool.membership, replaced=False)
-    asked = [subject.ask() for _ in range(3)]
-    await subject.join("engine-0", Unreached())
-    for each in asked:
-        with pytest.raises(ActorDied, check=about("engine-0")):
-            await asyncio.wait_for(each, 20)
-
-
 class Unreached(Answering):
     """Died as soon as it was a member."""
 
@@ -245,6 +236,18 @@ class Unreached(Answering):
 
     async def capacity(self) -> Capacity:
         raise ActorDiedError
+
+
+@pytest.mark.parametrize("dead", [Unreached(), DeadCore()], ids=["before it was asked", "as it answers"])
+async def test_where_engines_are_not_replaced_the_death_of_the_last_one_ends_every_request(
+    subject: Subject, dead: Answering
+) -> None:
+    subject.pool.membership = replace(subject.pool.membership, replaced=False)
+    asked = [subject.ask() for _ in range(3)]
+    await subject.join("engine-7", dead)
+    for each in asked:
+        with pytest.raises(ActorDied, check=about("engine-7")):
+            await asyncio.wait_for(each, 20)
 
 
 class DiesWhileItStreams(Answering):
@@ -330,16 +333,6 @@ async def test_the_death_of_a_successor_that_joined_before_its_predecessor_was_m
     assert (await asyncio.wait_for(subject.pool.members(generation), 20)).members == ()
     await subject.join("engine-0", first)
     assert await asyncio.wait_for(asked, 20) == [ANSWER]
-
-
-async def test_a_late_report_of_a_death_does_not_remove_the_successor(subject: Subject) -> None:
-    await subject.join("engine-0", HeldEngine())
-    [dead] = (await subject.pool.members()).engines
-    await subject.pool.leave(dead, "it died")
-    await subject.join("engine-0", HeldEngine())
-    members = await subject.pool.members()
-    await subject.pool.leave(dead, "a client has met its death, too")
-    assert await subject.pool.members() == members and len(members.members) == 1
 
 
 async def test_a_cancelled_or_lost_call_is_no_death_and_the_next_request_is_answered(subject: Subject) -> None:
@@ -566,10 +559,3 @@ async def test_the_long_poll_answers_when_the_membership_changes_and_not_before(
     successor = Member(remote(None, "engine-1"), 5)
     fourth = await pool.join([Member(remote(None, "engine-0"), 4), successor])
     assert fourth.names == ("engine-0", "engine-1") and fourth.members[1] == successor, "its predecessor leaves"
-
-
-async def test_where_engines_are_not_replaced_a_death_is_raised_with_the_engines_name(subject: Subject) -> None:
-    subject.pool.membership = Membership(7, (), replaced=False)
-    await subject.join("engine-7", DeadCore())
-    with pytest.raises(ActorDied, check=about("engine-7")):
-        await subject.ask()

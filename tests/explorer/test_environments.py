@@ -24,7 +24,7 @@ from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data.task_sources import read_source
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
-from rayrft.explorer.environments import Environments
+from rayrft.explorer.environments import Environments, Step
 from rayrft.explorer.environments.gymnasium import GymnasiumEnvironment
 from rayrft.explorer.replay import replay
 from rayrft.explorer.rollout import Rollout
@@ -44,7 +44,7 @@ async def act(model: Path, says: Any, n: int = 2, **more: Any) -> Rollout:
 @pytest.mark.parametrize("name", ["Blocking", "Async", "make_async"])
 async def test_every_attempt_acts_in_an_environment_of_its_own(name: str, tiny_model: Path) -> None:
     rollout = await act(tiny_model, "go", n=3, **where(name))
-    assert earned(rollout) == [pytest.approx(0.3)] * 3 and said(rollout) == [["go"] * 3] * 3
+    assert earned(rollout) == [pytest.approx(0.6)] * 3 and said(rollout) == [["go"] * 3] * 3
     assert all(row.metrics == {"slips": 6.0} for row in rollout.rows)
     pids = {row.turns[2]["content"].split()[1] for row in rollout.rows}
     assert (pids == {str(os.getpid())}) == (name == "Async"), "what may block lives in other processes"
@@ -124,29 +124,37 @@ def lake(slippery: bool = False, **options: Any) -> dict[str, Any]:
     return played("gymnasium", **{"id": "FrozenLake-v1", "options": {"is_slippery": slippery}, **options})
 
 
-@pytest.mark.parametrize("options", [{}, {"rows": "step"}, {"credit": "step"}, {"rows": "step", "credit": "step"}])
-async def test_an_episode_is_played_again_from_its_row(options: dict[str, Any], tiny_model: Path) -> None:
-    place, words = lake(slippery=True), random.Random(0)
+BY_STEP: list[dict[str, Any]] = [{"rows": "step"}, {"credit": "step"}, {"rows": "step", "credit": "step"}]
+
+
+@pytest.mark.parametrize(
+    ("place", "task", "options"),
+    [(lake(slippery=True), LAKE, {}), *((where("Async"), TASK, options) for options in ({}, *BY_STEP))],
+)
+async def test_an_episode_is_played_again_from_its_row(
+    place: dict[str, Any], task: Task, options: dict[str, Any], tiny_model: Path
+) -> None:
+    words = random.Random(0)
     says = lambda _: words.choice(["left", "down", "right", "up", "hm"])  # noqa: E731
-    rollout, _ = await play(tiny_model, "episode", says, {"max_steps": 6, **options}, n=2, task=LAKE, **place)
+    rollout, _ = await play(tiny_model, "episode", says, {"max_steps": 6, **options}, n=2, task=task, **place)
     rows = list({row.repeat: row for row in stored(rollout)}.values())  # the last one of each attempt
     assert len(rows) == 2
     for row in rows:
-        played = await replay(row, LAKE, config(**place))
+        played = await replay(row, task, config(**place))
         assert played.differences == () and len(played.steps) == sum(turn["role"] == "assistant" for turn in row.turns)
 
 
 async def test_a_replay_finds_what_is_not_as_the_row_says(tiny_model: Path) -> None:
-    place = lake()
-    rollout, _ = await play(tiny_model, "episode", "down", {"max_steps": 4}, task=LAKE, **place)
+    place = where("Async")
+    rollout, _ = await play(tiny_model, "episode", "down", task=TASK, **place)
     [row] = stored(rollout)
-    wrong = {"role": "user", "content": "You are at row 9, column 9."}, {"role": "assistant", "content": "right"}
+    wrong = {"role": "user", "content": "You are elsewhere."}, {"role": "assistant", "content": "right"}
     for changed, difference in [
         (row.with_fields(turns=(*row.turns[:2], wrong[0], *row.turns[3:])), "messages 2 to 2"),
         (row.with_fields(turns=(*row.turns[:1], wrong[1], *row.turns[2:])), "messages"),
         (row.with_fields(reward=1.0), "sum of rewards"),
     ]:
-        found = (await replay(changed, LAKE, config(**place))).differences
+        found = (await replay(changed, TASK, config(**place))).differences
         assert len(found) >= 1 and difference in found[0]
 
 
@@ -181,35 +189,26 @@ def test_an_environment_is_made_early_and_again_only_for_what_tasks_change(monke
     assert "left, stay, right" in GymnasiumEnvironment(actions=["left", "stay", "right"]).reset(car, 0)
 
 
-async def test_a_taxi_takes_its_passenger_home(tiny_model: Path) -> None:
+def walked(environment: GymnasiumEnvironment, task: Task, *actions: str) -> tuple[str, list[Step]]:
+    """Return the first observation and the steps."""
+    return environment.reset(task, 0), [environment.step(action) for action in actions]
+
+
+def test_a_taxi_takes_its_passenger_home() -> None:
     task = Task.create("test", "taxi", "", metadata={"environment": {"seed": 3}})
-    path = [
-        "south",
-        "south",
-        "west",
-        "west",
-        "north",
-        "north",
-        "pick-up",
-        "south",
-        "south",
-        "south",
-        "south",
-        "drop-off",
-    ]
-    rollout = await act(tiny_model, path, n=1, task=task, **played("gymnasium", id="Taxi-v4", show_map="first"))
-    [row] = rollout.rows
-    first, *_, last = (turn["content"] for turn in row.turns if turn["role"] == "user")
-    assert earned(rollout) == [20.0 - 11] and row.metrics == {} and row.turns[2]["content"].count("\n") == 0
+    to_red, to_yellow = ["south"] * 2 + ["west"] * 2 + ["north"] * 2, ["south"] * 4
+    taxi = GymnasiumEnvironment("Taxi-v4", show_map="first")
+    first, steps = walked(taxi, task, *to_red, "pick-up", *to_yellow, "drop-off")
+    assert sum(step.reward for step in steps) == 20.0 - 11 and [step.done for step in steps] == [False] * 11 + [True]
+    assert not any(step.info for step in steps) and steps[0].observation.count("\n") == 0
     assert "+---------+" in first and "at Red (row 1, column 1) and wants to go to Yellow (row 5, column 1)" in first
-    assert last.startswith("The taxi is at row 5, column 1. The passenger is in the taxi")
+    assert steps[-2].observation.startswith("The taxi is at row 5, column 1. The passenger is in the taxi")
 
 
-async def test_a_walk_along_the_cliff(tiny_model: Path) -> None:
-    path = ["right", "up", *["right"] * 11, "down"]
-    rollout = await act(tiny_model, path, n=1, **played("gymnasium", id="CliffWalking-v1"))
-    assert earned(rollout) == [-100.0 - 13.0]
-    assert "PCCCCCCCCCCG" in rollout.rows[0].turns[2]["content"]
+def test_a_walk_along_the_cliff() -> None:
+    _, steps = walked(GymnasiumEnvironment("CliffWalking-v1"), TASK, "right", "up", *["right"] * 11, "down")
+    assert sum(step.reward for step in steps) == -100.0 - 13.0 and steps[-1].done
+    assert "PCCCCCCCCCCG" in steps[0].observation
 
 
 @pytest.mark.parametrize(
@@ -220,9 +219,9 @@ async def test_a_walk_along_the_cliff(tiny_model: Path) -> None:
         ("FrozenLake-v1", ["a", "b", "c", "d"], "Actions: a, b, c, d."),
     ],
 )
-async def test_others_say_what_they_render_or_see(id: str, actions: list[str], seen: str, tiny_model: Path) -> None:
-    rollout = await act(tiny_model, actions[1], n=1, **played("gymnasium", id=id, actions=actions))
-    assert rollout.rows[0].metrics == {} and seen in rollout.rows[0].turns[0]["content"]
+def test_others_say_what_they_render_or_see(id: str, actions: list[str], seen: str) -> None:
+    first, [step] = walked(GymnasiumEnvironment(id, actions=actions), TASK, actions[1])
+    assert not step.info and seen in first
 
 
 @pytest.mark.parametrize(
@@ -264,7 +263,7 @@ def test_one_is_created_before_the_run_as_attempts_create_it_and_closed(
 
 
 def test_an_environment_in_which_no_workflow_acts_is_refused() -> None:
-    explorer = config(**lake()).explorer.model_copy(update={"workflow": "single_turn"})
+    explorer = config(**where("Async")).explorer.model_copy(update={"workflow": "single_turn"})
     with pytest.raises(ConfigError, check=about("explorer.workflow", "single_turn")):
         check_workflows(explorer, [])
     explorer = explorer.model_copy(update={"workflow": f"{__name__}:InEnvironment"})
@@ -317,7 +316,7 @@ async def test_a_task_of_reasoning_gym_is_tried_till_solved(tiny_model: Path) ->
     assert solved.reward == pytest.approx(1.0) and other.reward is not None and other.reward < 0.9
     for row in (solved, other):
         assert "best answer" in row.turns[2]["content"]
-        assert (await replay(row, task, config(**place))).differences == ()
+    assert (await replay(solved, task, config(**place))).differences == ()
 
 
 @pytest.fixture(scope="module")
@@ -363,19 +362,10 @@ async def test_an_openenv_server_that_restarts_or_is_full_is_waited_for(tiny_mod
     assert len(rollout.rows) == 1 and list(connections) == []
 
 
-@pytest.fixture(scope="module")
-def another_server() -> Iterator[str]:
-    """A server without sessions, as those of OpenEnv 0.1 are."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
 @pytest.mark.parametrize(
     ("options", "wrong"),
     [
+        ({}, None),
         ({"action": "text", "fixed": {"loud": True}}, None),
         ({"observation": "ecko"}, ("observation", "ecko")),
         ({"action": "txt"}, ("action", "txt")),
@@ -390,24 +380,22 @@ def test_an_openenv_server_has_the_fields_that_the_config_names(
     if wrong is None:
         check_workflows(explorer, [])
         return
-    with pytest.raises(ConfigError, check=about(f"explorer.environment.options.{wrong[0]}", wrong[1])):
+    with pytest.raises(ConfigError, check=about(f"explorer.environment.options.{wrong[0]}", wrong[1])) as refused:
         check_workflows(explorer, [])
+    assert wrong[0] != "observation" or "echo" in refused.value.remedy
 
 
 @pytest.mark.parametrize("options", [{}, {"observation": "ecko"}])
-@pytest.mark.parametrize("server", ["echo_server", "another_server", None])
-def test_an_openenv_server_is_tried_before_the_run(
-    server: str | None, options: dict[str, Any], request: pytest.FixtureRequest
-) -> None:
-    url = request.getfixturevalue(server) if server else "http://127.0.0.1:9"
-    explorer = config(**played("openenv", url=url, **options)).explorer
-    if server == "echo_server" and not options:
-        check_workflows(explorer, [])
-        return
-    wrong = ("observation", "ecko") if server == "echo_server" else ("url", url)
-    with pytest.raises(ConfigError, check=about(f"explorer.environment.options.{wrong[0]}", wrong[1])) as refused:
-        check_workflows(explorer, [])
-    assert ("echo" if server == "echo_server" else "openenv 0.2") in refused.value.remedy
+def test_an_openenv_server_is_tried_before_the_run(options: dict[str, Any]) -> None:
+    """One without sessions, as those of OpenEnv 0.1 are, and none at all."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for url in (f"http://127.0.0.1:{server.server_port}", "http://127.0.0.1:9"):
+            explorer = config(**played("openenv", url=url, **options)).explorer
+            with pytest.raises(ConfigError, check=about("explorer.environment.options.url", url)) as refused:
+                check_workflows(explorer, [])
+            assert "openenv 0.2" in refused.value.remedy
+        server.shutdown()
 
 
 async def test_an_openenv_server_that_is_gone_fails_the_attempt(tiny_model: Path) -> None:

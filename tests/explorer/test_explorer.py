@@ -16,17 +16,14 @@ from rayrft.buffer.leases import Lease
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSetSpec
-from rayrft.errors import ActorDied, EnvironmentFailed, EnvironmentTimeout, RayrftError
+from rayrft.errors import EnvironmentFailed, EnvironmentTimeout, RayrftError
 from rayrft.experience import Task, from_batch, unpack
-from rayrft.explorer.engines.exchange import Answering, Completion, Request
-from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.rollout import BusyClock
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
 from tests.errors import about
 from tests.explorer.scripted import QuickEngine, Rewards, ScriptedEngine, config, make_explorer, spelling
-from tests.scripted import remote
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -49,8 +46,7 @@ class Subject:
         self.config, self.engine = config(**overrides), engine
         spec = TaskSetSpec([task.id for task in tasks], [0] * len(tasks), [1.0], sampler=sampler, seed=0)
         self.buffer = Buffer("run", folder, BufferConfig(), 0, spec)
-        self.pool = EnginePool()
-        self.explorer = make_explorer(self.config, model, engine, self.buffer, rewards, tasks, self.pool)
+        self.explorer = make_explorer(self.config, model, engine, self.buffer, rewards, tasks)
         self._running: list[asyncio.Task[Any]] = []
 
     async def begin(self, **plan: Any) -> asyncio.Task[None]:
@@ -322,21 +318,6 @@ async def test_groups_that_succeeded_before_are_tried_until_a_service_is_back_or
     service.greedy = None
     with pytest.raises(RayrftError, match="consecutive groups failed; the last: the reward is unknown: away"):
         await asyncio.wait_for(exploring, 60)
-
-
-async def test_groups_of_an_engine_that_dies_wait_for_its_successor_and_none_is_lost(make: Make) -> None:
-    class DeadEngine(Answering):
-        async def generate(self, request: Request) -> list[Completion]:
-            raise ActorDied("the core ended", field="engine")
-
-    subject = make(DeadEngine())
-    exploring = await subject.begin()
-    left = await asyncio.wait_for(subject.pool.members(1), 20)
-    assert left.members == () and not exploring.done()
-    subject.engine = QuickEngine()
-    await subject.pool.join([Member(remote(subject.engine, "engine-0"), 0)])
-    await asyncio.wait_for(subject.train(0), 60)
-    assert (await subject.ledger()).dropped_tasks == {}
 
 
 def test_a_busy_clock_counts_overlapping_work_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import os
 import re
@@ -15,35 +14,45 @@ import psutil
 import pytest
 
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import ActorDied, ConfigError
+from rayrft.errors import ActorDied
 from rayrft.experience import Experience, Task
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel
 from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.rollout import Runner
 from rayrft.explorer.trajectory import Model, Trajectory
-from rayrft.explorer.workflows import build_workflow, isolated
+from rayrft.explorer.workflows import build_workflow, isolated, register_workflow
 from rayrft.pipelines.run.models import RemoteChat
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.judge import ChatModel, OpenAIModel
 from tests.errors import about
 from tests.explorer.scripted import TASK, Engines, Room, config, visit
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@contextlib.asynccontextmanager
-async def running(tiny_model: Path, engines: Engines, **overrides: Any) -> AsyncIterator[Runner]:
+
+@pytest.fixture(scope="module")
+async def troubled() -> AsyncIterator[str]:
+    """The name of a workflow whose processes tests share: the first one takes seconds to start."""
+    settings = config(**{"explorer.workflow_processes": 3}).explorer
+    workflow: Any = build_workflow("tests.explorer.blocking:Troubled", settings)
+    register_workflow("troubled_in_processes")(lambda: workflow)
+    yield "troubled_in_processes"
+    await workflow.close()
+
+
+def runner_of(model: Path, engines: Engines, workflow: str, **overrides: Any) -> Runner:
     async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
         return [RewardResult(float(len(each.response))) for each in transcripts]
 
-    settings, tokenizer = config(**{"auxiliary.judge": {"model": "some/model"}, **overrides}), ChatTokenizer(tiny_model)
+    known = {"auxiliary.judge": {"model": "some/model"}, "explorer.workflow": workflow}
+    settings, tokenizer = config(**{**known, **overrides}), ChatTokenizer(model)
     judge = AuxiliaryModel("judge", settings.auxiliary["judge"], tokenizer, engines.generate)
-    runner = Runner(settings, tokenizer, engines, score, {"judge": judge})
-    try:
-        yield runner
-    finally:
-        workflow = runner.workflow(settings.explorer.workflow)
-        if isinstance(workflow, isolated.IsolatedWorkflow):
-            await workflow.close()
+    return Runner(settings, tokenizer, engines, score, {"judge": judge})
+
+
+def trouble(*troubles: str, place: Path = Path()) -> Task:
+    return Task.create("test", TASK.question, "x", metadata={"troubles": troubles, "place": str(place)})
 
 
 class Slow(Engines):
@@ -63,12 +72,6 @@ class Slow(Engines):
         return await super().generate(request, sessions)
 
 
-def troubled(trouble: str, place: Path | str = "") -> dict[str, Any]:
-    name = "tests.explorer.blocking:Troubled"
-    options = {"trouble": trouble, "place": str(place)}
-    return {"explorer.workflow": name, "explorer.workflow_options": {name: options}, "explorer.workflow_processes": 3}
-
-
 def content(row: Experience) -> Any:
     return (
         *(row.experience_id, row.token_ids.tolist(), row.action_mask.tolist(), row.logprobs.tolist()),
@@ -83,14 +86,16 @@ async def test_rows_are_those_of_the_same_workflow_in_the_event_loop(tiny_model:
         settings = {
             "model.max_length": 400,
             "explorer.environment": visit("")["explorer.environment"],
-            "explorer.workflow": workflow,
             "explorer.workflow_options": {workflow: {"hint": "Really?"}},
         }
-        async with running(tiny_model, Engines(), **settings) as runner:
-            in_processes = isinstance(runner.workflow(workflow), isolated.IsolatedWorkflow)
-            rollouts = [await runner.run(TASK, group, 2, 1.0) for group in ("first", "second")]
-            found.append([content(row) for rollout in rollouts for row in rollout.rows])
-        assert in_processes == (name == "InProcess") and all(rollout.problem is None for rollout in rollouts)
+        runner = runner_of(tiny_model, Engines(), workflow, **settings)
+        rollouts = [await runner.run(TASK, group, 2, 1.0) for group in ("first", "second")]
+        found.append([content(row) for rollout in rollouts for row in rollout.rows])
+        assert all(rollout.problem is None for rollout in rollouts)
+        built = runner.workflow(workflow)
+        assert isinstance(built, isolated.IsolatedWorkflow) == (name == "InProcess")
+        if isinstance(built, isolated.IsolatedWorkflow):
+            await built.close()
     in_loop, in_process = found
     assert len(in_loop) == 8 and in_process == in_loop
     assert Room.opened == 0
@@ -106,7 +111,9 @@ async def test_rows_are_those_of_the_same_workflow_in_the_event_loop(tiny_model:
         (RemoteChat, ChatModel, set()),
     ],
 )
-def test_a_handle_has_all_that_its_object_has_with_its_signatures(handle: type, known: type, kept: set[str]) -> None:
+async def test_a_handle_has_all_that_its_object_has_with_its_signatures(
+    handle: type, known: type, kept: set[str]
+) -> None:
     """Except ``kept``, which the Explorer alone uses."""
     source = inspect.getsource(known)
     attributes = {name for name in re.findall(r"^        self\.([a-z]\w*)(?:: .*?)? = ", source, re.M)}
@@ -118,7 +125,7 @@ def test_a_handle_has_all_that_its_object_has_with_its_signatures(handle: type, 
 
 
 @pytest.mark.parametrize("model", [AuxiliaryModel, OpenAIModel])
-def test_every_chat_model_takes_the_same(model: type[ChatModel]) -> None:
+async def test_every_chat_model_takes_the_same(model: type[ChatModel]) -> None:
     assert _parameters(model.chat) == _parameters(ChatModel.chat)
     assert _parameters(model.with_seed) == _parameters(ChatModel.with_seed)
 
@@ -128,81 +135,76 @@ def _parameters(method: Any) -> list[tuple[str, Any, Any]]:
     return [(each.name, each.kind, each.default) for each in inspect.signature(method).parameters.values()]
 
 
-async def test_one_that_blocks_does_not_stop_the_event_loop(tiny_model: Path, tmp_path: Path) -> None:
+async def test_one_that_blocks_does_not_stop_the_event_loop(troubled: str, tiny_model: Path, tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
-    async with running(tiny_model, Engines(), **troubled("blocks", pipe)) as runner:
-        blocked = asyncio.create_task(runner.run(TASK, "blocked", 2, 1.0))
-        free = await runner.run(TASK, "free", 1, 1.0)
-        assert len(free.rows) == 1 and not blocked.done()
-        await asyncio.to_thread(pipe.write_text, "go on")  # once it is read
-        assert len((await blocked).rows) == 2
+    runner = runner_of(tiny_model, Engines(), troubled)
+    blocked = asyncio.create_task(runner.run(trouble("blocks", place=pipe), "blocked", 2, 1.0))
+    free = await runner.run(trouble(), "free", 1, 1.0)
+    assert len(free.rows) == 1 and not blocked.done()
+    await asyncio.to_thread(pipe.write_text, "go on")  # once it is read
+    assert len((await blocked).rows) == 2
 
 
-async def test_one_that_hangs_ends_at_its_deadline_with_all_that_it_started(tiny_model: Path, tmp_path: Path) -> None:
+async def test_one_that_hangs_ends_at_its_deadline_with_all_that_it_started(
+    troubled: str, tiny_model: Path, tmp_path: Path
+) -> None:
     place = tmp_path / "pids"
-    async with running(tiny_model, Engines(), **troubled("hangs", place), **{"explorer.deadline_s": 1.5}) as runner:
-        rollout = await runner.run(TASK, "group", 2, 1.0)
+    runner = runner_of(tiny_model, Engines(), troubled, **{"explorer.deadline_s": 3.0})
+    rollout = await runner.run(trouble("hangs", place=place), "group", 2, 1.0)
     assert len(rollout.rows) == 1 and rollout.failed == {"timeout": 1}
     pids = {int(pid) for pid in place.read_text().split()}
-    assert len(pids) == 2 and not pids & set(psutil.pids())
+    assert len(pids) == 2
+    async with asyncio.timeout(20):
+        while pids & {*psutil.pids()}:  # noqa: ASYNC110 - nobody tells of the end of a process
+            await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("trouble", ["leaves a thread that asks", "leaves a thread that waits"])
-async def test_one_that_leaves_a_thread_behind_delays_no_other(trouble: str, tiny_model: Path) -> None:
-    async with running(tiny_model, Slow() if "waits" in trouble else Engines(), **troubled(trouble)) as runner:
-        async with asyncio.timeout(120):  # a process that is waited for costs 60 s, three times
-            for number in range(3):
-                rollout = await runner.run(TASK, f"group-{number}", 3, 1.0)
-                assert len(rollout.rows) == 3 and not rollout.failed
+@pytest.mark.parametrize("left", ["leaves a thread that asks", "leaves a thread that waits"])
+async def test_one_that_leaves_a_thread_behind_delays_no_other(left: str, troubled: str, tiny_model: Path) -> None:
+    runner = runner_of(tiny_model, Slow() if "waits" in left else Engines(), troubled)
+    async with asyncio.timeout(120):  # a process that is waited for costs 60 s, three times
+        for number in range(3):
+            rollout = await runner.run(trouble(left), f"group-{number}", 3, 1.0)
+            assert len(rollout.rows) == 3 and not rollout.failed
 
 
-async def test_one_that_fails_costs_itself_and_says_why(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_that_fails_costs_itself_and_says_why(
+    troubled: str, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     problems = ("exit code 3", "KeyError: 'nothing here'", "must return a Trajectory")
-    async with running(tiny_model, Engines(), **troubled("exits, raises, returns nothing")) as runner:
-        rollout = await runner.run(TASK, "group", 4, 1.0)
-        assert [row.repeat for row in rollout.rows] == ["0"] and rollout.failed == {"workflow_error": 3}
-        told = [record.getMessage() for record in caplog.records]
-        assert all(any(problem in text for text in told) for problem in problems), told
-        assert len((await runner.run(TASK, "next", 1, 1.0)).rows) == 1
+    runner = runner_of(tiny_model, Engines(), troubled)
+    rollout = await runner.run(trouble("exits", "raises", "returns nothing"), "group", 4, 1.0)
+    assert [row.repeat for row in rollout.rows] == ["0"] and rollout.failed == {"workflow_error": 3}
+    told = [record.getMessage() for record in caplog.records]
+    assert all(any(problem in text for text in told) for problem in problems), told
+    assert len((await runner.run(trouble(), "next", 1, 1.0)).rows) == 1
 
 
-async def test_one_whose_context_is_full_keeps_what_it_has(tiny_model: Path) -> None:
-    async with running(tiny_model, Engines(), **troubled("is full")) as runner:
-        rollout = await runner.run(TASK, "group", 2, 1.0)
+async def test_one_whose_context_is_full_keeps_what_it_has(troubled: str, tiny_model: Path) -> None:
+    rollout = await runner_of(tiny_model, Engines(), troubled).run(trouble("is full"), "group", 2, 1.0)
     short, full = rollout.rows
     assert (short.stop_reason, full.stop_reason) == ("stop", "length") and rollout.failed == {}
     assert len(short.token_ids) < len(full.token_ids) <= 64
 
 
 @pytest.mark.parametrize(
-    ("trouble", "messages"),
+    ("caught", "messages"),
     [("catches what is full", None), ("catches what is too long", 2), ("is in no room", 2), ("gives up", 3)],
 )
-async def test_it_may_catch_errors_and_give_up_answers(trouble: str, messages: int | None, tiny_model: Path) -> None:
-    engines = Slow() if trouble == "gives up" else Engines()
+async def test_it_may_catch_errors_and_give_up_answers(
+    caught: str, messages: int | None, troubled: str, tiny_model: Path
+) -> None:
+    engines = Slow() if caught == "gives up" else Engines()
     settings = {"explorer.environment": visit("reset")["explorer.environment"], "explorer.deadline_s": 20.0}
-    async with running(tiny_model, engines, **troubled(trouble), **settings) as runner:
-        rollout = await runner.run(TASK, "group", 2, 1.0)
+    rollout = await runner_of(tiny_model, engines, troubled, **settings).run(trouble(caught), "group", 2, 1.0)
     assert rollout.failed == {} and [row.metrics.get("caught") for row in rollout.rows] == [None, 1.0]
     assert messages is None or [len(row.turns) for row in rollout.rows] == [2, messages]
 
 
-async def test_a_dead_engine_ends_the_run_whatever_the_workflow_makes_of_it(tiny_model: Path) -> None:
+async def test_a_dead_engine_ends_the_run_whatever_the_workflow_makes_of_it(troubled: str, tiny_model: Path) -> None:
     class Dead(Engines):
         async def generate(self, request: Request, sessions: Sequence[Session] = ()) -> list[Completion]:
             raise ActorDied("gone", field="engine-0")
 
-    async with running(tiny_model, Dead(), **troubled("catches all")) as runner:
-        with pytest.raises(ActorDied, check=about("engine-0")):
-            await runner.run(TASK, "group", 2, 1.0)
-
-
-def test_a_workflow_that_is_no_coroutine_function_is_refused(tiny_model: Path) -> None:
-    settings = config(**{"explorer.workflow": "tests.explorer.test_isolated:Plain"})
-    with pytest.raises(ConfigError, check=about("explorer.workflow"), match="blocking = True"):
-        build_workflow(settings.explorer.workflow, settings.explorer)
-
-
-class Plain:
-    def run(self, task: Task, model: Any, env: Any = None) -> Any:
-        return model.start(task.messages)
+    with pytest.raises(ActorDied, check=about("engine-0")):
+        await runner_of(tiny_model, Dead(), troubled).run(trouble("catches all"), "group", 2, 1.0)

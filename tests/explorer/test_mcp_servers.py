@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,11 @@ from tests.explorer.toolboxes import run
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 
 
-@pytest.fixture
-async def of_server(tmp_path: Path) -> AsyncIterator[Toolbox]:
+async def test_a_server_s_tools_are_listed_checked_and_called_and_it_is_replaced_if_it_hangs_or_dies(
+    tmp_path: Path,
+) -> None:
     server = McpServer("sample", command=SERVER, env={"LIVES": str(tmp_path / "lives")})
-    toolbox = Toolbox([], {}, [server], ToolLimits(timeout_s=60.0, characters=100))
-    yield toolbox
-    await toolbox.close()
-
-
-async def test_a_server_s_tools_are_listed_checked_and_called(of_server: Toolbox) -> None:
+    of_server = Toolbox([], {}, [server], ToolLimits(timeout_s=60.0, characters=100))
     tool = of_server.tools["multiply"]
     assert tool.description == "Multiply two whole numbers." and tool.parameters["required"] == ["a", "b"]
     found = await run(
@@ -50,10 +45,7 @@ async def test_a_server_s_tools_are_listed_checked_and_called(of_server: Toolbox
     of_server.limits = patient
     assert await run(of_server, ("lives", {})) == [ToolResult("2")], "one lists the tools, one has served all calls"
 
-
-async def test_a_server_that_answers_nobody_after_a_call_or_that_dies_is_replaced(of_server: Toolbox) -> None:
-    assert await run(of_server, ("lives", {})) == [ToolResult("2")]
-    patient, of_server.limits = of_server.limits, ToolLimits(timeout_s=1.0)
+    of_server.limits = ToolLimits(timeout_s=1.0)
     [hung] = await run(of_server, ("block", {}))
     assert hung.error == "timeout"
     of_server.limits = patient
@@ -62,6 +54,7 @@ async def test_a_server_that_answers_nobody_after_a_call_or_that_dies_is_replace
     [left] = await run(of_server, ("leave", {}))
     assert left.error == "failed" and "died twice" in left.text
     assert await run(of_server, ("multiply", {"a": 6, "b": 7})) == [ToolResult("42")]
+    await of_server.close()
 
 
 async def test_a_server_at_an_address_is_called(tmp_path: Path) -> None:

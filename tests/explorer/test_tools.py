@@ -85,9 +85,12 @@ def test_a_call_that_cannot_be_read_is_told_in_both_forms(call: str) -> None:
 
 @given(st.text(st.sampled_from(list('{}[]"\\:,<>/ natool_cemrguxs1`\n')), max_size=60))
 def test_whatever_is_answered_is_read_without_an_error(answer: str) -> None:
-    for text in (answer, f"<tool_call>{answer}", f'{{"name": "a", "arguments": {answer}'):
-        for form in call_formats:
-            read_calls(text, form)
+    async def read_all() -> None:
+        for text in (answer, f"<tool_call>{answer}", f'{{"name": "a", "arguments": {answer}'):
+            for form in ("hermes", "json", "harmony"):
+                await call_formats.get(form)().read_answer(text, ())
+
+    asyncio.run(read_all())
 
 
 def test_a_function_is_described_by_its_docstring_and_signature() -> None:

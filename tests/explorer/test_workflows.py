@@ -43,10 +43,24 @@ class TakesTaskAlone:
     async def run(self, task: Task) -> None: ...
 
 
-@pytest.mark.parametrize(("name", "field"), [("Explodes", "explorer.workflow_options.{}"), ("TakesTaskAlone", "field")])
-def test_a_workflow_that_raises_when_it_is_built_or_cannot_be_called_is_refused(name: str, field: str) -> None:
+class IsNoCoroutine:
+    def run(self, task: Task, model: Any, env: Any = None) -> Any:
+        return model.start(task.messages)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "problem"),
+    [
+        ("Explodes", "explorer.workflow_options.{}", "no luck"),
+        ("TakesTaskAlone", "field", None),
+        ("IsNoCoroutine", "field", "blocking = True"),
+    ],
+)
+def test_a_workflow_that_raises_when_it_is_built_or_cannot_be_called_is_refused(
+    name: str, field: str, problem: str | None
+) -> None:
     name = f"{__name__}:{name}"
-    with pytest.raises(ConfigError, check=about(field.format(name))):
+    with pytest.raises(ConfigError, match=problem, check=about(field.format(name))):
         build_workflow(name, config().explorer, "field")
 
 

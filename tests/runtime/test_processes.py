@@ -28,9 +28,11 @@ from rayrft.rewards.scorer import RewardActor
 from rayrft.runtime.handle import Watched
 from rayrft.runtime.processes import template
 from rayrft.runtime.processes.pool import ProcessPool
-from rayrft.runtime.processes.run_clock import RunClock, Usage
+from rayrft.runtime.processes.run_clock import Usage
 from tests.conftest import ROOT
 from tests.runtime.in_processes import Troublemaker
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @asynccontextmanager
@@ -40,6 +42,13 @@ async def pool_of(create: Callable[[], Any] = Troublemaker, **options: Any) -> A
         yield pool
     finally:
         await pool.close()
+
+
+@pytest.fixture(scope="module")
+async def pool() -> AsyncIterator[ProcessPool]:
+    """One of a single process, which tests share: a pool takes longer to start than most of them."""
+    async with pool_of(processes=1) as pool:
+        yield pool
 
 
 async def test_processes_see_no_variables_that_may_hold_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,14 +93,13 @@ class Rewards(RewardActor):
         return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-@pytest.mark.parametrize("kind", [Scorer, Here, Rewards])
-def test_an_actor_and_its_processes_see_the_gpus_of_the_actor_and_no_other(kind: Any, ray_cluster: Any) -> None:
-    scorers = [ray.remote(kind).options(num_gpus=gpus).remote() for gpus in (0, 1)]
-    without, given = ray.get([scorer.visible.remote() for scorer in scorers])
-    assert without == ""
-    assert given in {"0", "1", "2", "3"}
-    for scorer in scorers:
-        ray.kill(scorer)
+async def test_an_actor_and_its_processes_see_the_gpus_of_the_actor_and_no_other(ray_cluster: Any) -> None:
+    kinds: list[Any] = [Scorer, Here, Rewards]
+    actors = [ray.remote(kind).options(num_cpus=0, num_gpus=gpus).remote() for gpus in (0, 0.3) for kind in kinds]
+    seen = await asyncio.gather(*(actor.visible.remote() for actor in actors))
+    assert seen[:3] == [""] * 3 and {*seen[3:]} <= {"0", "1", "2", "3"}
+    for actor in actors:
+        ray.kill(actor)
 
 
 async def gone(pid: int) -> None:
@@ -121,46 +129,45 @@ async def gone(pid: int) -> None:
         ("returns_bomb", (), CallFailed, "cannot be unpickled"),
     ],
 )
-async def test_a_process_that_cannot_be_trusted_any_more_is_replaced(
-    method: str, arguments: tuple[Any, ...], error: type[CallFailed], says: str
+async def test_a_process_that_cannot_be_trusted_any_more_is_replaced_and_what_it_started_dies_with_it(
+    method: str, arguments: tuple[Any, ...], error: type[CallFailed], says: str, pool: ProcessPool
 ) -> None:
-    async with pool_of(processes=1) as pool:
-        async with pool.lease() as worker:
-            pid = await worker.call("pid", deadline_s=20)
-            with pytest.raises(CallFailed, match=says) as raised:
-                await worker.call(method, *arguments, deadline_s=0.3 if method == "hang" else 20)
-            assert type(raised.value) is error and method in str(raised.value)
-            with pytest.raises(ProcessDied, match="earlier"):
-                await worker.call("pid", deadline_s=20)
+    async with pool.lease() as worker:
+        pids = [await worker.call(of, deadline_s=20) for of in ("pid", "leak_process", "leak_daemon")]
+        with pytest.raises(CallFailed, match=says) as raised:
+            await worker.call(method, *arguments, deadline_s=0.3 if method == "hang" else 20)
+        assert type(raised.value) is error and method in str(raised.value)
+        with pytest.raises(ProcessDied, match="earlier"):
+            await worker.call("pid", deadline_s=20)
+        for pid in pids:
             await gone(pid)
-        async with pool.lease() as worker:
-            assert await worker.call("pid", deadline_s=20) != pid
+    async with pool.lease() as worker:
+        assert await worker.call("pid", deadline_s=20) not in pids
 
 
 @pytest.mark.parametrize(("method", "says"), [("raises", "Unpicklable: noway"), ("returns_unpicklable", "pickle")])
-async def test_what_an_object_raises_is_told_and_its_process_goes_on(method: str, says: str) -> None:
-    async with pool_of(processes=1) as pool:
-        async with pool.lease() as worker:
-            pid = await worker.call("pid", deadline_s=20)
-            with pytest.raises(CallFailed, match=says) as raised:
-                await worker.call(method, deadline_s=20)
-            assert "Traceback" in raised.value.__notes__[0]
-            assert await worker.call("count", deadline_s=20) == 1
-        async with pool.lease() as worker:
-            assert await worker.call("pid", deadline_s=20) == pid
-            assert await worker.call("count", deadline_s=20) == 1, "an object of its own"
+async def test_what_an_object_raises_is_told_and_its_process_goes_on(method: str, says: str, pool: ProcessPool) -> None:
+    async with pool.lease() as worker:
+        pid = await worker.call("pid", deadline_s=20)
+        with pytest.raises(CallFailed, match=says) as raised:
+            await worker.call(method, deadline_s=20)
+        assert "Traceback" in raised.value.__notes__[0]
+        assert await worker.call("count", deadline_s=20) == 1
+    async with pool.lease() as worker:
+        assert await worker.call("pid", deadline_s=20) == pid
+        assert await worker.call("count", deadline_s=20) == 1, "an object of its own"
 
 
-async def test_arguments_that_cannot_be_sent_leave_the_process_as_it_was() -> None:
-    async with pool_of(processes=1) as pool, pool.lease() as worker:
+async def test_arguments_that_cannot_be_sent_leave_the_process_as_it_was(pool: ProcessPool) -> None:
+    async with pool.lease() as worker:
         assert await worker.call("count", deadline_s=20) == 1
         with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
             await worker.call("count", lambda: None, deadline_s=20)
         assert await worker.call("count", deadline_s=20) == 2
 
 
-async def test_what_a_process_prints_or_imports_is_its_own_affair() -> None:
-    async with pool_of() as pool, pool.lease() as worker:
+async def test_what_a_process_prints_or_imports_is_its_own_affair(pool: ProcessPool) -> None:
+    async with pool.lease() as worker:
         assert await worker.call("print_garbage", deadline_s=20) == "fine"
         assert await worker.call("count", deadline_s=20) == 1
         assert len(await worker.call("sockets", deadline_s=20)) == 1, "a process has no socket but its own"
@@ -168,31 +175,30 @@ async def test_what_a_process_prints_or_imports_is_its_own_affair() -> None:
 
 
 @pytest.mark.parametrize("leak", ["leak_thread", "leak_process", "leak_daemon"])
-async def test_who_leaves_threads_or_processes_behind_is_replaced_with_them(leak: str) -> None:
-    async with pool_of(processes=1) as pool:
-        async with pool.lease() as worker:
-            pid, leaked = await worker.call("pid", deadline_s=20), await worker.call(leak, deadline_s=20)
-        async with pool.lease() as worker:
-            assert await worker.call("pid", deadline_s=20) != pid
-        for each in filter(None, [pid, leaked]):
-            await gone(each)
+async def test_who_leaves_threads_or_processes_behind_is_replaced_with_them(leak: str, pool: ProcessPool) -> None:
+    async with pool.lease() as worker:
+        pid, leaked = await worker.call("pid", deadline_s=20), await worker.call(leak, deadline_s=20)
+    async with pool.lease() as worker:
+        assert await worker.call("pid", deadline_s=20) != pid
+    for each in filter(None, [pid, leaked]):
+        await gone(each)
 
 
-async def test_who_leaves_a_thread_behind_that_asks_cannot_be_called_again(tmp_path: Path) -> None:
+async def test_who_leaves_a_thread_behind_that_asks_cannot_be_called_again(pool: ProcessPool, tmp_path: Path) -> None:
     os.mkfifo(told := tmp_path / "told")
 
     async def asked(name: str) -> None:
         await asyncio.to_thread(told.write_text, name)
         await asyncio.Event().wait()
 
-    async with pool_of(processes=1) as pool, pool.lease() as worker:
+    async with pool.lease() as worker:
         await worker.call("leave_asking", str(told), deadline_s=20, serve=asked)
         # The next call's message would be read by the thread, for the reply that it waits for.
         with pytest.raises(ProcessDied, match="earlier"):
             await worker.call("pid", deadline_s=20)
 
 
-def test_a_thread_that_asks_and_one_that_waits_for_a_call_read_what_is_theirs() -> None:
+async def test_a_thread_that_asks_and_one_that_waits_for_a_call_read_what_is_theirs() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as ending:
         ending.callback(ours.shutdown, socket.SHUT_RDWR)  # else threads that read would be waited for
@@ -208,22 +214,13 @@ def test_a_thread_that_asks_and_one_that_waits_for_a_call_read_what_is_theirs() 
             assert asking.result(20) == "answer" and waiting.result(20) == ("method", ("argument",))
 
 
-async def test_the_deadline_is_suspended_while_the_object_waits_for_answers_and_starts_again() -> None:
+async def test_the_deadline_is_suspended_while_the_object_waits_for_answers_and_starts_again(pool: ProcessPool) -> None:
     async def serve(name: str) -> str:
         await asyncio.sleep(1.2 if name == "late" else 0)
         return name
 
-    async with pool_of(processes=1) as pool, pool.lease() as worker:
+    async with pool.lease() as worker:
         assert await worker.call("ask_twice", deadline_s=1.0, serve=serve) == ["soon", "late"]
-
-
-@pytest.mark.parametrize("leak", ["leak_process", "leak_daemon"])
-async def test_what_a_process_has_started_dies_with_it(leak: str) -> None:
-    async with pool_of() as pool, pool.lease() as worker:
-        leaked = await worker.call(leak, deadline_s=20)
-        with pytest.raises(ProcessDied):
-            await worker.call("exit", 1, deadline_s=20)
-        await gone(leaked)
 
 
 async def test_the_priority_of_a_process_is_lowered_with_that_of_its_threads_and_all_that_it_has_started() -> None:
@@ -264,39 +261,27 @@ async def test_a_wait_for_a_core_makes_no_call_late(monkeypatch: pytest.MonkeyPa
         assert await other.call("count", deadline_s=20) == 1
 
 
-def test_processes_that_share_a_core_wait_for_it_and_their_clock_stands_still_meanwhile() -> None:
-    core = str(min(os.sched_getaffinity(0)))
-    busy = [sys.executable, "-S", "-c", f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"]
-    processes = [subprocess.Popen(busy) for _ in range(2)]
-    try:
-        clock, began = RunClock(processes[0].pid), time.monotonic()
-        while Usage.of(processes[0].pid).waited_s < 0.2:
-            processes[0].poll()
-        assert clock.look() <= time.monotonic() - began - 0.1
-        assert clock.usage.cpu_s > 0 and clock.usage.processes == 1 and clock.usage.memory > 0
-        everything = Usage.of(os.getpid(), itself=False)
-        assert everything.processes >= 2 and everything.waited_s >= 0.2
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+async def test_a_cancelled_call_costs_its_process_and_no_other(pool: ProcessPool) -> None:
+    async with pool.lease() as worker:
+        pid = await worker.call("pid", deadline_s=20)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await worker.call("hang", deadline_s=20)
+        await gone(pid)
+    async with pool.lease() as worker:
+        assert await worker.call("count", deadline_s=20) == 1
 
 
-async def test_a_cancelled_call_costs_its_process_and_no_other() -> None:
-    async with pool_of(processes=1) as pool:
-        async with pool.lease() as worker:
-            pid = await worker.call("pid", deadline_s=20)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.1):
-                    await worker.call("hang", deadline_s=20)
-            await gone(pid)
-        async with pool.lease() as worker:
-            assert await worker.call("count", deadline_s=20) == 1
-
-
-@pytest.mark.parametrize(("trouble", "says"), [("die", "exit code 5"), ("raise", "no room"), ("hang", "0.3 s")])
-async def test_an_object_that_cannot_be_created_fails_every_lease_that_waits(trouble: str, says: str) -> None:
-    async with pool_of(partial(Troublemaker, trouble), spares=2, start_s=0.3 if trouble == "hang" else 20.0) as pool:
+@pytest.mark.parametrize(
+    ("trouble", "says"),
+    [("die", "exit code 5"), ("raise", "no room"), ("hang", "0.3 s"), ("", "division by zero")],
+)
+async def test_an_object_that_cannot_be_created_or_imported_fails_every_lease_that_waits(
+    trouble: str, says: str, tmp_path: Path
+) -> None:
+    (plugin := tmp_path / "plugin.py").write_text("" if trouble else "1 / 0")
+    limits = {"start_s": 0.3 if trouble == "hang" else 20.0, "plugins": [plugin]}
+    async with pool_of(partial(Troublemaker, trouble), spares=2, **limits) as pool:
 
         async def lease() -> None:
             async with pool.lease():
@@ -304,16 +289,6 @@ async def test_an_object_that_cannot_be_created_fails_every_lease_that_waits(tro
 
         outcomes = await asyncio.gather(*(lease() for _ in range(5)), return_exceptions=True)
         assert all(isinstance(outcome, CallFailed) and says in str(outcome) for outcome in outcomes)
-
-
-async def test_a_factory_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
-    plugin = tmp_path / "broken.py"
-    plugin.write_text("1 / 0")
-    async with pool_of(plugins=[plugin]) as pool:
-        for _ in range(2):
-            with pytest.raises(CallFailed, match="division by zero"):
-                async with pool.lease():
-                    pass
 
 
 async def test_classes_of_plugins_are_known_in_the_processes(tmp_path: Path) -> None:
@@ -351,14 +326,13 @@ async def test_many_calls_on_few_processes_all_end() -> None:
     assert died == dict.fromkeys(range(0, 200, 7), "exit: its process ended (found 'exit code 1').") and most <= 4
 
 
-async def test_who_stops_waiting_for_a_process_takes_none() -> None:
-    async with pool_of(processes=1) as pool:
-        async with pool.lease():
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05), pool.lease():
-                    pass
-        async with pool.lease() as worker:
-            assert await worker.call("count", deadline_s=20) == 1
+async def test_who_stops_waiting_for_a_process_takes_none(pool: ProcessPool) -> None:
+    async with pool.lease():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05), pool.lease():
+                pass
+    async with pool.lease() as worker:
+        assert await worker.call("count", deadline_s=20) == 1
 
 
 class Announced:
@@ -387,23 +361,20 @@ async def test_a_spare_is_there_before_it_is_asked_for(tmp_path: Path) -> None:
                     assert {pid, await second.call("pid", deadline_s=20)} == both
 
 
-async def test_the_end_of_the_template_ends_its_processes_and_another_takes_its_place() -> None:
-    async with pool_of() as pool:
-        async with pool.lease() as worker:
-            pid = await worker.call("pid", deadline_s=20)
-            os.kill(await worker.call("parent", deadline_s=20), signal.SIGKILL)
-            await gone(pid)
-            with pytest.raises(ProcessDied):
-                await worker.call("pid", deadline_s=20)
-        async with pool.lease() as worker:
-            assert await worker.call("count", deadline_s=20) == 1
+async def test_the_end_of_the_template_ends_its_processes_and_another_takes_its_place(pool: ProcessPool) -> None:
+    async with pool.lease() as worker:
+        pid = await worker.call("pid", deadline_s=20)
+        os.kill(await worker.call("parent", deadline_s=20), signal.SIGKILL)
+        await gone(pid)
+        with pytest.raises(ProcessDied):
+            await worker.call("pid", deadline_s=20)
+    async with pool.lease() as worker:
+        assert await worker.call("count", deadline_s=20) == 1
 
 
 PARENT = """
 import asyncio, sys
-from rayrft.runtime.processes import template
 from rayrft.runtime.processes.pool import ProcessPool
-from rayrft.runtime.processes.run_clock import RunClock, Usage
 from tests.runtime.in_processes import Troublemaker
 
 async def main():
