@@ -166,8 +166,6 @@ REWARDS = {"name": "r", "algorithm": {"name": "reward_model"}, "steps": 1, "batc
         ([GRPO], {"trainer.rollbacks": 4}, "trainer.rollbacks", 4),
         ([GRPO], {"stages.grpo.demonstrations": "expert"}, "stages.grpo.demonstrations", "expert"),
         ([SFT], {"stages.sft.group_size": 4}, "stages.sft.group_size", 4),
-        ([GRPO], {"stages.grpo.teacher": "x"}, "stages.grpo.teacher", "x"),
-        ([GRPO], {"stages.grpo.update.critic_warmup_steps": 1}, "stages.grpo.update.critic_warmup_steps", None),
         ([REWARDS], {"stages.r.update.reference_refresh": 1}, "stages.r.update.reference_refresh", None),
         ([GRPO, REWARDS], {"trainer.head_chunk": 64}, None, None),
         ([GRPO, SFT], {"trainer.router_loss": 0.1}, None, None),

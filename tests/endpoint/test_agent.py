@@ -130,7 +130,8 @@ async def test_an_application_that_hangs_or_exits_costs_its_attempt_and_its_proc
         ran.policy.holding.clear()
         agents = ("returns_nothing", "returns_nothing", "exits")
         attempted = [asyncio.create_task(ran(f"{agent} cat")) for agent in agents]
-        while len(ran.policy.requests) < 2:  # noqa: ASYNC110 - the policy has no event for it
+        while len(ran.policy.requests) < 2:  # the policy has no event for it
+            assert not all(each.done() for each in attempted), "nothing else is asked"
             await asyncio.sleep(0.01)
         ran.policy.holding.set()
         hung, waited, exited = await asyncio.gather(*attempted)

@@ -240,12 +240,11 @@ def test_an_environment_that_its_library_does_not_know_is_refused(place: dict[st
 @pytest.mark.parametrize(
     ("name", "problem", "why"),
     [
-        *(
-            (name, problem, why)
-            for name in ("Recorded", "RecordedAsync")
-            for problem, why in (("", ""), ("raise", "Runt"))
-        ),
+        ("Recorded", "", ""),
+        ("Recorded", "raise", "Runt"),
         ("Recorded", "die", "exit code 3"),
+        ("RecordedAsync", "", ""),
+        ("RecordedAsync", "raise", "Runt"),
     ],
 )
 def test_one_is_created_before_the_run_as_attempts_create_it_and_closed(

@@ -148,15 +148,12 @@ async def test_what_was_done_is_not_attempted_again_and_answers_are_as_long_as_a
     assert len(seeds) == 7, "each attempt has a seed of its own"
 
 
-@pytest.mark.parametrize(("trouble", "reason"), [("raises", "workflow_error"), ("hangs", "timeout")])
-async def test_a_failed_or_stuck_attempt_is_unknown_by_its_reason_and_takes_none_of_the_others(
-    trouble: str, reason: str, tiny_model: Path
-) -> None:
-    subject = evaluator(tiny_model, Engines(), **troubled(trouble), **{"explorer.deadline_s": 2.0})
+async def test_a_failed_attempt_is_unknown_by_its_reason_and_takes_none_of_the_others(tiny_model: Path) -> None:
+    subject = evaluator(tiny_model, Engines(), **troubled("raises"))
     [group] = [group async for group in subject.each(spelling(1), 3, 1.0)]
     assert [(attempt.repeat, attempt.reward) for attempt in group] == [(0, 1.0), (1, None), (2, None)]
     found = measure(group, [1])
-    assert found.unknown == {reason: 2} and f"on task {group[0].task_id}" in str(found.error)
+    assert found.unknown == {"workflow_error": 2} and f"on task {group[0].task_id}" in str(found.error)
 
 
 async def test_no_more_attempts_are_made_at_once_than_engines_decode(tiny_model: Path) -> None:

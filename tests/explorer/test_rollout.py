@@ -255,6 +255,12 @@ async def test_a_trajectory_is_one_sequence_of_what_it_sampled_and_saw(tiny_mode
         assert text.count("again") == 1 and hf.eos_token not in text.split("again")[0]
 
 
+def test_trajectories_are_public() -> None:
+    import rayrft
+
+    assert rayrft.Trajectory is Trajectory and rayrft.Model is Model
+
+
 # Deadlines
 
 

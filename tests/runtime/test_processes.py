@@ -44,6 +44,11 @@ async def pool_of(create: Callable[[], Any] = Troublemaker, **options: Any) -> A
         await pool.close()
 
 
+async def take(pool: ProcessPool) -> None:
+    async with pool.lease():
+        pass
+
+
 @pytest.fixture(scope="module")
 async def pool() -> AsyncIterator[ProcessPool]:
     """One of a single process, which tests share: a pool takes longer to start than most of them."""
@@ -146,24 +151,18 @@ async def test_a_process_that_cannot_be_trusted_any_more_is_replaced_and_what_it
 
 
 @pytest.mark.parametrize(("method", "says"), [("raises", "Unpicklable: noway"), ("returns_unpicklable", "pickle")])
-async def test_what_an_object_raises_is_told_and_its_process_goes_on(method: str, says: str, pool: ProcessPool) -> None:
+async def test_an_error_is_told_and_its_process_goes_on(method: str, says: str, pool: ProcessPool) -> None:
     async with pool.lease() as worker:
         pid = await worker.call("pid", deadline_s=20)
         with pytest.raises(CallFailed, match=says) as raised:
             await worker.call(method, deadline_s=20)
         assert "Traceback" in raised.value.__notes__[0]
-        assert await worker.call("count", deadline_s=20) == 1
+        with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+            await worker.call("count", lambda: None, deadline_s=20)
+        assert await worker.call("count", deadline_s=20) == 1, "arguments that cannot be sent change nothing"
     async with pool.lease() as worker:
         assert await worker.call("pid", deadline_s=20) == pid
         assert await worker.call("count", deadline_s=20) == 1, "an object of its own"
-
-
-async def test_arguments_that_cannot_be_sent_leave_the_process_as_it_was(pool: ProcessPool) -> None:
-    async with pool.lease() as worker:
-        assert await worker.call("count", deadline_s=20) == 1
-        with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
-            await worker.call("count", lambda: None, deadline_s=20)
-        assert await worker.call("count", deadline_s=20) == 2
 
 
 async def test_what_a_process_prints_or_imports_is_its_own_affair(pool: ProcessPool) -> None:
@@ -282,12 +281,7 @@ async def test_an_object_that_cannot_be_created_or_imported_fails_every_lease_th
     (plugin := tmp_path / "plugin.py").write_text("" if trouble else "1 / 0")
     limits = {"start_s": 0.3 if trouble == "hang" else 20.0, "plugins": [plugin]}
     async with pool_of(partial(Troublemaker, trouble), spares=2, **limits) as pool:
-
-        async def lease() -> None:
-            async with pool.lease():
-                pass
-
-        outcomes = await asyncio.gather(*(lease() for _ in range(5)), return_exceptions=True)
+        outcomes = await asyncio.gather(*(take(pool) for _ in range(5)), return_exceptions=True)
         assert all(isinstance(outcome, CallFailed) and says in str(outcome) for outcome in outcomes)
 
 
@@ -401,17 +395,12 @@ async def test_nothing_outlives_a_parent_that_is_killed() -> None:
 
 async def test_a_closed_pool_has_no_processes_and_gives_none() -> None:
     pool = ProcessPool(Troublemaker, processes=1)
-
-    async def lease() -> None:
-        async with pool.lease():
-            pass
-
     async with pool.lease() as worker:
         pid = await worker.call("pid", deadline_s=20)
-        waiting = asyncio.ensure_future(lease())
+        waiting = asyncio.ensure_future(take(pool))
         await asyncio.sleep(0)
         await pool.close()
         await gone(pid)
-        for call in (worker.call("pid", deadline_s=20), waiting, lease()):
+        for call in (worker.call("pid", deadline_s=20), waiting, take(pool)):
             with pytest.raises(ProcessDied):
                 await call
