@@ -28,6 +28,8 @@ from tests.buffer.rows import group
 from tests.errors import about
 from tests.pipelines.small import OWN, applied, left_out, linked, operator, processed, read, rows, run, write
 
+pytestmark = pytest.mark.usefixtures("forked_templates")
+
 
 def questions(count: int) -> list[dict[str, Any]]:
     return [{"question": f"question {number}", "answer": str(number)} for number in range(count)]
