@@ -78,6 +78,7 @@ def _load_and_continue(kind: str, folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("kind", "first", "second"),
     [
+        ("ppo", 2, 1),
         ("ppo", 1, 2),
         pytest.param("ppo", 2, 4, marks=pytest.mark.slow),
         ("ppo", 4, 2),
