@@ -102,6 +102,15 @@ def without_waits_for_room() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def forked_templates() -> Iterator[None]:
+    """Process pools start at once, as the processes of `tests.runtime.forks` do."""
+    from tests.runtime.forks import forked_templates
+
+    with forked_templates():
+        yield
+
+
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     from tests.browser import launched
 

@@ -129,22 +129,15 @@ TARGETS = {"kl": "k3", "kl_coef": 0.1, "kl_target": 0.02, "kl_horizon": 100.0, "
 ALGORITHM = build("grpo", {**TARGETS, "entropy_coef": 0.01, "entropy_goal": 0.5, "entropy_step": 0.004})
 
 
-def test_coefficients_begin_as_configured_and_follow_what_was_measured() -> None:
-    start = Coefficients.of(ALGORITHM)
-    assert start.applied == ALGORITHM
-    moved = start.update(kl=0.1, entropy=0.4, sequences=10).applied
-    assert (moved.kl_coef, moved.entropy_coef) == (pytest.approx(0.102), pytest.approx(0.014))
-    assert replace(moved, kl_coef=0.1, entropy_coef=0.01) == ALGORITHM
-
-
 @pytest.mark.parametrize(
     ("kl", "sequences", "factor"),
     # 10 % over the target: 1 + 0.1 * 10 / 100. The error is cut at 20 %, and a step at most halves the coefficient.
     [(0.022, 10, 1.01), (0.2, 10, 1.02), (0.0, 10, 0.98), (0.0, 240, 0.52), (0.0, 250, 0.5), (0.0, 10_000, 0.5)],
 )
-def test_the_coefficient_of_the_kl_by_hand(kl: float, sequences: int, factor: float) -> None:
-    found = Coefficients.of(ALGORITHM).update(kl=kl, entropy=0.4, sequences=sequences)
-    assert found.applied.kl_coef == pytest.approx(0.1 * factor)
+def test_the_coefficients_follow_what_was_measured_by_hand(kl: float, sequences: int, factor: float) -> None:
+    found = Coefficients.of(ALGORITHM).update(kl=kl, entropy=0.4, sequences=sequences).applied
+    assert (found.kl_coef, found.entropy_coef) == (pytest.approx(0.1 * factor), pytest.approx(0.014))
+    assert replace(found, kl_coef=0.1, entropy_coef=0.01) == ALGORITHM, "nothing else moves"
 
 
 def test_the_entropy_counts_only_while_it_is_at_or_below_its_goal() -> None:
@@ -156,9 +149,9 @@ def test_the_entropy_counts_only_while_it_is_at_or_below_its_goal() -> None:
         assert ("entropy" in state.applied.terms) == (coef > 0)
 
 
-def test_a_step_without_own_rows_says_nothing() -> None:
+def test_coefficients_begin_as_configured_and_a_step_without_own_rows_says_nothing() -> None:
     start = Coefficients.of(ALGORITHM)
-    assert start.update(kl=0.0, entropy=0.0, sequences=0) == start
+    assert start.applied == ALGORITHM and start.update(kl=0.0, entropy=0.0, sequences=0) == start
 
 
 def test_fixed_coefficients_stay() -> None:

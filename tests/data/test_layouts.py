@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import json
 from collections.abc import Callable
@@ -54,6 +55,7 @@ TEMPLATES = {
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ChatTokenizer]:
     """Return a tokenizer with one of trl's chat templates."""
 
+    @functools.cache
     def make(template: str) -> ChatTokenizer:
         special, end = TEMPLATES[template.removesuffix("_training")]
         text = resources.files("trl").joinpath(f"chat_templates/{template}.jinja").read_text()

@@ -27,6 +27,8 @@ from tests.pipelines.asked import ran
 from tests.pipelines.small import OWN, linked, operator, rows
 from tests.scripted import ScriptedChat, chat_endpoint, says
 
+pytestmark = pytest.mark.usefixtures("forked_templates")
+
 GRADE = '{"reason": "", "grade": 7}'
 
 

@@ -27,6 +27,8 @@ from tests.errors import about
 from tests.pipelines.small import OWN, operator
 from tests.scripted import remote
 
+pytestmark = pytest.mark.usefixtures("forked_templates")
+
 SCHEMA = pa.schema({"id": pa.string(), "question": pa.string()})
 OPERATORS: list[dict[str, Any]] = [
     *[{"name": "shout"}, {"name": "brief", "limit": 12}, {"name": "exact_duplicates", "columns": ["question"]}],

@@ -19,6 +19,8 @@ from rayrft.pipelines.rows import lineage
 from tests.errors import about
 from tests.pipelines.small import left_out, linked, rows, run
 
+pytestmark = pytest.mark.usefixtures("forked_templates")
+
 
 @pytest.fixture(scope="module")
 def data_juicer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

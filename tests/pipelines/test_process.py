@@ -28,6 +28,8 @@ from tests.buffer.rows import group
 from tests.errors import about
 from tests.pipelines.small import OWN, applied, left_out, linked, operator, processed, read, rows, run, write
 
+pytestmark = pytest.mark.usefixtures("forked_templates")
+
 
 def questions(count: int) -> list[dict[str, Any]]:
     return [{"question": f"question {number}", "answer": str(number)} for number in range(count)]
@@ -162,11 +164,11 @@ def test_rows_of_another_layout_are_renamed_taken_apart_and_converted(tmp_path: 
 
 @pytest.mark.parametrize("name", ["raises", "hangs", "dies"])
 def test_an_operator_that_fails_is_named_and_nothing_is_written(name: str, tmp_path: Path) -> None:
-    error = OperatorTimeout if name == "hangs" else OperatorFailed
+    error, deadline_s = (OperatorTimeout, 5) if name == "hangs" else (OperatorFailed, 60)
     given = [*questions(5), {"question": "bad", "answer": "x"}]
     (tmp_path / "out.jsonl").write_text("old")
     with pytest.raises(error, check=about(f"operators.1.{name}")) as raised:
-        run(given, tmp_path, [{"name": "size"}, {"name": name}], batch_rows=5, deadline_s=2)
+        run(given, tmp_path, [{"name": "size"}, {"name": name}], batch_rows=5, deadline_s=deadline_s)
     if name == "raises":
         assert "KeyError" in raised.value.problem and "no such thing" in raised.value.problem
         bad = Ids().add(pa.RecordBatch.from_pylist([given[-1]])).column("id")[0]

@@ -26,6 +26,8 @@ from tests.pipelines.asked import ran
 from tests.pipelines.small import experience_of, experiences, linked, operator, rows
 from tests.scripted import ScriptedChat, says, shown
 
+pytestmark = pytest.mark.usefixtures("forked_templates")
+
 SUMS = rows(question=["What is 2 + 3?", "What is 4 + 4?"], answer=["5", "8"], level=["easy", "hard"])
 
 

@@ -17,6 +17,8 @@ from tests.e2e.conftest import small_config
 from tests.errors import about
 from tests.pipelines.small import OWN, write
 
+pytestmark = pytest.mark.usefixtures("forked_templates")
+
 LEAK = "Ann bakes muffins for all of her friends every single day with four of the eggs that her ducks lay."
 
 

@@ -99,6 +99,78 @@ def f(x):
                 return "HARM"
             except OSError:
                 pass
+# It takes more than it is given.
+=== fork_bomb
+import os
+def f(x):
+    while True:
+        try:
+            os.fork()
+        except OSError:
+            pass
+=== background
+import os, time
+def f(x):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.closerange(0, 100)
+            while True:
+                time.sleep(1)
+        os._exit(0)
+    return "wrong"
+=== output
+import os
+def f(x):
+    while True:
+        for fd in range(1, 16):
+            try:
+                os.write(fd, b"x" * 65536)
+            except OSError:
+                pass
+=== recursion
+import sys
+sys.setrecursionlimit(10**9)
+def f(x):
+    return f(x)
+=== sleeps_at_import
+import time
+time.sleep(1000)
+=== stops_itself
+import os, signal
+def f(x):
+    os.kill(os.getpid(), signal.SIGSTOP)
+# It does harm.
+=== kills
+import os, signal
+def f(x):
+    for pid in (PARENT, CANARY, os.getppid(), 1, -1):
+        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):
+            if pid != -1 or number == signal.SIGTERM:
+                try:
+                    os.kill(pid, number)
+                except OSError:
+                    pass
+=== writes
+import os
+def f(x):
+    for path in ("SECRET_FILE", "/usr/harm", "/harm", "/etc/harm", "/dev/harm"):
+        for what in (lambda: open(path, "w").write("harm"), lambda: os.remove(path), lambda: os.chmod(path, 0),
+                     lambda: os.truncate(path, 0), lambda: os.utime(path), lambda: os.rename(path, path + "x")):
+            try:
+                what()
+                return "HARM"
+            except OSError:
+                pass
+=== becomes_root
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+def f(x):
+    if libc.setuid(0) == 0 or libc.setgroups(1, b"\0\0\0\0") == 0 or libc.chroot(b"/box") == 0:
+        return "HARM"
+"""
+
+_ON_THE_JUDGE = r"""
 # It looks for the secret in its own process.
 === gc
 import gc
@@ -239,76 +311,15 @@ import os
 os.closerange(0, 100)
 def f(x):
     return "wrong"
-# It takes more than it is given.
-=== fork_bomb
-import os
-def f(x):
-    while True:
-        try:
-            os.fork()
-        except OSError:
-            pass
-=== background
-import os, time
-def f(x):
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            os.closerange(0, 100)
-            while True:
-                time.sleep(1)
-        os._exit(0)
-    return "wrong"
-=== output
-import os
-def f(x):
-    while True:
-        for fd in range(1, 16):
-            try:
-                os.write(fd, b"x" * 65536)
-            except OSError:
-                pass
-=== recursion
-import sys
-sys.setrecursionlimit(10**9)
-def f(x):
-    return f(x)
-=== sleeps_at_import
-import time
-time.sleep(1000)
-=== stops_itself
-import os, signal
-def f(x):
-    os.kill(os.getpid(), signal.SIGSTOP)
-# It does harm.
-=== kills
-import os, signal
-def f(x):
-    for pid in (PARENT, CANARY, os.getppid(), 1, -1):
-        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):
-            if pid != -1 or number == signal.SIGTERM:
-                try:
-                    os.kill(pid, number)
-                except OSError:
-                    pass
-=== writes
-import os
-def f(x):
-    for path in ("SECRET_FILE", "/usr/harm", "/harm", "/etc/harm", "/dev/harm"):
-        for what in (lambda: open(path, "w").write("harm"), lambda: os.remove(path), lambda: os.chmod(path, 0),
-                     lambda: os.truncate(path, 0), lambda: os.utime(path), lambda: os.rename(path, path + "x")):
-            try:
-                what()
-                return "HARM"
-            except OSError:
-                pass
-=== becomes_root
-import ctypes
-libc = ctypes.CDLL(None, use_errno=True)
-def f(x):
-    if libc.setuid(0) == 0 or libc.setgroups(1, b"\0\0\0\0") == 0 or libc.chroot(b"/box") == 0:
-        return "HARM"
 """
 
-ATTACKS: dict[str, str] = dict(part.split("\n", 1) for part in _TEXT.split("\n=== ")[1:])
-"""Programs by their names."""
+
+def _programs(text: str) -> dict[str, str]:
+    """Return the programs of a text by their names."""
+    return dict(part.split("\n", 1) for part in text.split("\n=== ")[1:])
+
+
+ATTACKS = _programs(_TEXT)
+"""On the machine: what an isolation keeps in."""
+ON_THE_JUDGE = _programs(_ON_THE_JUDGE)
+"""On the process that tests the solution, which is the same in every isolation."""

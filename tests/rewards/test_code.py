@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import errno
 import fcntl
 import json
@@ -31,11 +30,13 @@ from rayrft.rewards.code_trial import headers
 from rayrft.rewards.code_values import literal, same_text, same_value
 from rayrft.rewards.sandbox import Process, Sandbox, SandboxLimits
 from tests.rewards import scored
-from tests.rewards.attacks import ATTACKS
+from tests.rewards.attacks import ATTACKS, ON_THE_JUDGE
 from tests.rewards.scored import pairs, real_rows, sandbox_of
 
+ISOLATIONS = ["bwrap", "unshare"]
 
-@pytest.fixture(scope="module", params=["bwrap", "unshare"])
+
+@pytest.fixture(scope="module", params=ISOLATIONS)
 def isolation(request: pytest.FixtureRequest) -> str:
     return sandbox_of(request.param).isolation.name
 
@@ -57,11 +58,10 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", TASKS)
-def test_a_function_is_right_if_it_passes_all_tests(kind: str, isolation: str) -> None:
-    settings = {"isolation": isolation}
-    right = result(f"So:\n```python\n{ADD}```\n", settings, **TASKS[kind])
+def test_a_function_is_right_if_it_passes_all_tests(kind: str) -> None:
+    right = result(f"So:\n```python\n{ADD}```\n", **TASKS[kind])
     assert (right.value, right.components, right.reason) == (1.0, {"passed": 1.0, "compiled": 1.0}, None)
-    wrong = result(ADD.replace("a + b", "a - b"), settings, **TASKS[kind])
+    wrong = result(ADD.replace("a + b", "a - b"), **TASKS[kind])
     assert wrong.value == 0.0 and wrong.components["compiled"] == 1.0 and wrong.reason
 
 
@@ -131,7 +131,7 @@ def test_too_many_tests_for_the_budget_are_unknown_and_slow_ones_are_wrong() -> 
 PROGRAM = [{"stdin": "3 4\n", "stdout": "7\n"}, {"stdin": "-1 1", "stdout": "0"}]
 
 
-def test_a_program_reads_and_writes(isolation: str) -> None:
+def test_a_program_reads_and_writes() -> None:
     for solution, value in (
         ("print(sum(map(int, input().split())))", 1.0),
         ("import sys\na, b = map(int, sys.stdin.read().split())\nprint(a + b, '  \\n\\n')\nexit()", 1.0),
@@ -143,7 +143,7 @@ def test_a_program_reads_and_writes(isolation: str) -> None:
         ("print(sum(map(int, input().split())), end='')\nprint(1 / 0)", 0.0),
         ("print(7\n", 0.0),
     ):
-        found = result(f"```py\n{solution}\n```", {"isolation": isolation}, tests=PROGRAM)
+        found = result(f"```py\n{solution}\n```", tests=PROGRAM)
         broken = solution == "print(7\n"
         assert found.value == value and found.components["compiled"] == (not broken), found
         assert ("SyntaxError" in str(found.reason)) == broken
@@ -463,13 +463,19 @@ def running(spaces: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+EVERYWHERE = [(isolation, attack) for isolation in ISOLATIONS for attack in ATTACKS]
+
+
+@pytest.mark.parametrize(
+    ("isolation", "attack"), [*EVERYWHERE, *(("auto", attack) for attack in ON_THE_JUDGE)], indirect=["isolation"]
+)
 def test_an_attack_neither_scores_nor_harms_nor_stays(
     attack: str, isolation: str, world: World, spaces: list[int]
 ) -> None:
+    program = world.told({**ATTACKS, **ON_THE_JUDGE}[attack])
     limits = {"test_s": 1, "budget_s": 3, "memory_mib": 128, "isolation": isolation, "partial": True}
     for test in ({"args": [3], "expected": world.secret}, f"assert f(3) == {world.secret!r}"):
-        found = result(world.told(ATTACKS[attack]), limits, entry_point="f", tests=[test])
+        found = result(program, limits, entry_point="f", tests=[test])
         assert found.value == 0.0, found
         assert "HARM" not in str(found.reason) and world.secret not in str(found.reason)
     assert len(spaces) >= 2 and not running(spaces)
@@ -494,10 +500,8 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_program_cannot_forge_what_is_expected_of_it(
-    forgery: str, isolation: str, world: World, spaces: list[int]
-) -> None:
-    settings = {"test_s": 2, "memory_mib": 128, "isolation": isolation}
+def test_a_program_cannot_forge_what_is_expected_of_it(forgery: str, world: World, spaces: list[int]) -> None:
+    settings = {"test_s": 2, "memory_mib": 128}
     tests = [{"stdin": "3", "stdout": world.secret}]
     found = result(world.told(FORGERIES[forgery]), settings, tests=tests)
     assert found.value == 0.0 and world.secret not in str(found.reason)
@@ -507,61 +511,9 @@ def test_a_program_cannot_forge_what_is_expected_of_it(
 # Real problems
 
 
-HUMANEVAL = "humaneval", "problems.jsonl"
-
-
 def test_real_reference_solutions_pass_and_empty_ones_fail() -> None:
-    rows = real_rows(*HUMANEVAL)
+    rows = real_rows("humaneval", "problems.jsonl")
     found = {row["task_id"]: result(row["canonical_solution"], **row) for row in rows}
     assert [name for name, each in found.items() if each.value != 1.0] == []
     for row in rows[::10]:
         assert result("    return None\n", **row).value == 0.0, row["task_id"]
-
-
-def mutants(source: str, after: int = 0) -> Iterator[tuple[str, str]]:
-    """Each way to change one operator, constant or return of a program after that line, with what was changed."""
-    swaps: dict[type, type] = {
-        ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-        ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Mod: ast.FloorDiv, ast.FloorDiv: ast.Mod,
-        ast.Div: ast.Mult, ast.Pow: ast.Mult, ast.In: ast.NotIn, ast.NotIn: ast.In,
-    }  # fmt: skip
-    count = sum(1 for _ in ast.walk(ast.parse(source)))
-    for number in range(count):
-        tree = ast.parse(source)
-        node = list(ast.walk(tree))[number]
-        line = getattr(node, "lineno", 0)
-        if line <= after:
-            continue
-        if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in swaps:
-            change, node.op = f"{type(node.op).__name__} in line {line}", swaps[type(node.op)]()
-        elif isinstance(node, ast.Compare) and type(node.ops[0]) in swaps:
-            change, node.ops[0] = f"{type(node.ops[0]).__name__} in line {line}", swaps[type(node.ops[0])]()
-        elif isinstance(node, ast.Constant) and type(node.value) is int:
-            change, node.value = f"{node.value} in line {line}", node.value + 1
-        elif isinstance(node, ast.Return) and node.value is not None:
-            change, node.value = f"return in line {line}", None
-        else:
-            continue
-        yield change, ast.unparse(tree)
-
-
-def survivors(rows: list[dict[str, Any]], every: int) -> tuple[int, list[tuple[str, str]]]:
-    """How many mutants of real solutions were tried, and which of them pass."""
-    tried, passed = 0, list[tuple[str, str]]()
-    for row in rows:
-        source = row["prompt"] + row["canonical_solution"]
-        for change, mutant in list(mutants(source, row["prompt"].count("\n")))[::every]:
-            tried += 1
-            if result(mutant, {"test_s": 2, "budget_s": 6}, **row).value == 1.0:
-                passed.append((row["task_id"], f"{change}: {source.splitlines()[int(change.split()[-1]) - 1].strip()}"))
-    return tried, passed
-
-
-def test_most_mutants_of_real_solutions_fail() -> None:
-    tried, passed = survivors(real_rows(*HUMANEVAL)[::4], every=3)
-    assert tried > 40 and len(passed) < 0.2 * tried, passed
-
-
-if __name__ == "__main__":  # all of them, some minutes: python -m tests.rewards.test_code
-    tried, passed = survivors(real_rows(*HUMANEVAL), every=1)
-    print(*passed, f"{tried} mutants, {len(passed)} pass", sep="\n")

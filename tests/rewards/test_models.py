@@ -23,6 +23,8 @@ from rayrft.rewards.models import ProcessModel, ScalarModel
 from rayrft.rewards.scorer import Scorer
 from tests.errors import about
 
+pytestmark = pytest.mark.usefixtures("forked_templates")
+
 TASK = Task.create("test", "How much is 1 + 1?", "2")
 TRANSCRIPT = Transcript.of(TASK, "It is 2.")
 

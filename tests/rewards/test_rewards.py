@@ -30,6 +30,8 @@ from tests.rewards.scored import result as at_once
 from tests.rewards.trouble import HERE, task, transcripts
 from tests.scripted import ScriptedChat, handle
 
+pytestmark = pytest.mark.usefixtures("forked_templates")
+
 
 def test_exact_match_ignores_surrounding_space_alone_and_reasoning_gym_verifies_its_own_tasks() -> None:
     for response, value in ((" tac\n", 1.0), ("tacx", 0.0), ("Tac", 0.0)):

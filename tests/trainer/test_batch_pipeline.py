@@ -23,6 +23,8 @@ from tests.buffer.in_process import LocalBuffer, small
 from tests.buffer.rows import expert_rows, group, pairs, plan
 from tests.e2e.conftest import small_config
 
+pytestmark = pytest.mark.usefixtures("forked_templates")
+
 PLUGIN = Path(__file__).with_name("on_batches.py")
 GRPO = build("grpo")
 

@@ -85,20 +85,21 @@ def assert_alike(found: Measured, expected: Measured) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("tokens", "pack"), [(1, True), (40, True), (40, False), (90, True), (200, False)])
+@pytest.mark.parametrize(("tokens", "pack"), [(1, True), (40, True), (40, False), (200, False)])
 def test_split_order_and_padding_change_nothing(reference: Reference, kind: str, tokens: int, pack: bool) -> None:
     assert_alike(measure(learner_of(kind, tokens, pack=pack), KINDS[kind][1][::-1]), reference[kind])
 
 
 def _on_rank(kind: str, accumulate: Any, replicas: int) -> Measured:
     # An uneven deal, of pairs where there are any: one rank has most rows, and of four one has none.
-    rows, rank, ranks = KINDS[kind][1], dist.get_rank(), dist.get_world_size()
-    dealt = {1: [rows], 2: [rows[:2], rows[2:]], 4: [rows[:2], [], rows[2:4], rows[4:]]}
+    rows, ranks = KINDS[kind][1], dist.get_world_size()
+    dealt = [rows] if ranks == 1 else [rows[:2], [], rows[2:4], rows[4:]]
+    own = dealt[dist.get_rank()]
     learner = learner_of(kind, 60, sharded=True, replicas=replicas)
     learner.config = learner.config.model_copy(update={"accumulate": accumulate})
     with counted_reductions() as reductions:
-        found = measure(learner, dealt[ranks][rank])
-    batches = len(learner.make_micro_batches([dealt[ranks][rank]])[0])
+        found = measure(learner, own)
+    batches = len(learner.make_micro_batches([own])[0])
     each = batches if accumulate == "sharded" else 1
     assert ranks == 1 or (batches > 1 and set(reductions.values()) == {each}), "of every unit of the model"
     return found
@@ -119,7 +120,7 @@ def counted_reductions() -> Iterator[Counter[int]]:
 
 @pytest.mark.parametrize("accumulate", ["sharded", "unsharded"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (4, 1), (4, 2)])
 def test_the_number_of_ranks_and_of_replicas_changes_nothing(
     reference: Reference, kind: str, ranks: int, replicas: int, accumulate: str
 ) -> None:

@@ -87,7 +87,7 @@ def _loaded(folder: str, spreads: bool) -> Any:
 @pytest.mark.parametrize(
     ("family", "ranks", "spreads"),
     [
-        *((family, ranks, False) for family in (*FAMILIES, "qwen2-vl") for ranks in (2, 3)),
+        *((family, 3, False) for family in (*FAMILIES, "qwen2-vl")),
         ("qwen3, tied", 4, False),
         ("qwen3 moe", 4, False),
         ("qwen3 moe", 2, True),
@@ -219,7 +219,7 @@ def test_a_rank_has_memory_for_its_part_and_one_layer(tmp_path: Path, monkeypatc
 RANKS = (2, 8, 12, 16, 32, 512)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [12, 512])  # rows that 512 ranks share evenly are so on their divisors
 def test_states_of_large_models_are_shared_evenly(ranks: int) -> None:
     as_rank(0, ranks, _shares)
 

@@ -214,19 +214,17 @@ def test_a_closed_stage_leaves_nothing_but_the_policy_in_memory() -> None:
 
 
 def _train(
-    name: str, pieces: dict[str, Any], rows: list[TrainRow], update: UpdateConfig, adapters: torch.dtype | None
+    name: str, pieces: dict[str, Any], update: UpdateConfig, adapters: torch.dtype | None
 ) -> tuple[StepMetrics, Any, set[torch.dtype]]:
-    """Two steps on rows dealt to ranks by whole pairs, with one rank getting more than the others. ``adapters`` is what
-    their frozen weights are held in."""
+    """Two steps on rows that are dealt unevenly. ``adapters`` is what their frozen weights are held in."""
     size, rank = dist.get_world_size(), dist.get_rank()
     models = {} if adapters is None else {each: adapt(make_model(), adapters) for each in ("policy", "valued")}
     compute = adapters or torch.float32
     learner = make_learner(name, pieces, update=update, sharded=True, compute=compute, **models)
-    units = [rows[i : i + 2] for i in range(0, len(rows), 2)]
-    batches = [units[number :: update.mini_batches] for number in range(update.mini_batches)]
-    dealt = [each[:1] if size > 1 and rank == 0 else each[size > 1 :] for each in batches]
+    batches = [own_rows()[number :: update.mini_batches] for number in range(update.mini_batches)]
+    dealt = [each[:2] if size > 1 and rank == 0 else each[2 * (size > 1) :] for each in batches]
     for _ in range(2):
-        result = learner.step([[row for unit in each for row in unit] for each in dealt])
+        result = learner.step(dealt)
     held = {weight.dtype for name, weight in learner.policy.named_parameters() if ".lora_" not in name}
     assert all(weight.dtype != torch.bfloat16 for weight in learner.policy.parameters() if weight.requires_grad)
     return result.metrics, weights(learner), held
@@ -235,7 +233,6 @@ def _train(
 @pytest.mark.parametrize(
     ("name", "pieces", "update", "adapters", "within"),
     [
-        ("dpo", {}, UpdateConfig(), None, 1e-6),
         ("grpo", {"kl": "k3", "correction": "truncated"}, UpdateConfig(epochs=2, mini_batches=2), None, 1e-6),
         ("ppo", {"kl": "k1", "kl_in": "reward"}, UpdateConfig(), None, 1e-6),
         ("distill", {}, UpdateConfig(), None, 1e-6),
@@ -243,13 +240,12 @@ def _train(
         ("ppo", {"kl": "k1", "kl_in": "reward"}, UpdateConfig(), torch.float64, 1e-6),
         ("ppo", {"kl": "k1", "kl_in": "reward"}, UpdateConfig(), torch.bfloat16, 2e-2),
     ],
-    ids=["pairs", "reference and proximal", "critic", "teacher", "candidates", "adapters", "rounded frozen weights"],
+    ids=["reference and proximal", "critic", "teacher", "candidates", "adapters", "rounded frozen weights"],
 )
 def test_everything_is_the_same_on_two_ranks(
     name: str, pieces: dict[str, Any], update: UpdateConfig, adapters: torch.dtype | None, within: float
 ) -> None:
-    rows = pairs() if name == "dpo" else own_rows()
-    one, two = (on_ranks(ranks, _train, name, pieces, rows, update, adapters) for ranks in (1, 2))
+    one, two = (on_ranks(ranks, _train, name, pieces, update, adapters) for ranks in (1, 2))
     torch.testing.assert_close(one[1], two[1], atol=within, rtol=0)
     assert one[2] == two[2] == {adapters or torch.float64}
     critic = ("value_loss", "value_grad_norm")

@@ -22,7 +22,6 @@ from rayrft.config import load_config
 from rayrft.errors import ConfigError, NoRoom, StorageError, WeightSyncError
 from rayrft.weights import files
 from rayrft.weights.files import MANIFESTS, Manifest, VersionFolder, Versions, VersionWriter
-from rayrft.weights.messages import PARCELS, Parcel
 from tests.config.given import base
 from tests.errors import about
 from tests.weights.ends import Ends, buckets, parcel, weights
@@ -370,8 +369,3 @@ def test_what_cannot_be_is_refused_by_its_key(given_values: dict[str, Any], fiel
     with pytest.raises(ConfigError, check=about(field)) as refused:
         load_config(base(), given_values)
     assert "a:b" not in str(refused.value)
-
-
-def test_a_parcel_has_its_version() -> None:
-    sent = Parcel(parcel(weights(0)).metas, 77, version=12)
-    assert PARCELS.validate_json(PARCELS.dump_json(sent)) == sent

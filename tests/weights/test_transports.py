@@ -261,7 +261,7 @@ def test_a_handle_to_gpu_memory_travels_as_json(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_announced_is_what_arrives() -> None:
-    sent = Parcel(parcel(weights(0)).metas, 77, Adapter("a/folder", 1.5))
+    sent = Parcel(parcel(weights(0)).metas, 77, Adapter("a/folder", 1.5), version=12)
     assert PARCELS.validate_json(PARCELS.dump_json(sent)) == sent
     assert PARCELS.validate_json(PARCELS.dump_json(parcel(weights(0)))).adapter is None
 
