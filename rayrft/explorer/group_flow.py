@@ -75,10 +75,11 @@ class GroupFlow:
         Raises ActorDied if an engine has died, OperatorFailed if ``pipelines.on_error`` is ``stop``, and RayrftError if
         too many consecutive groups fail or leave no row.
         """
-        async with self._trying:
-            if self.trouble and self._succeeded > 0.0:
-                await asyncio.sleep(_PAUSE_S)
-                return await self._run(stage, algorithm, ticket)
+        if self.trouble and self._succeeded > 0.0:
+            async with self._trying:
+                if self.trouble:  # while it waited for its turn, too
+                    await asyncio.sleep(_PAUSE_S)
+                    return await self._run(stage, algorithm, ticket)
         return await self._run(stage, algorithm, ticket)
 
     async def _run(self, stage: StageConfig, algorithm: Algorithm, ticket: Ticket) -> None:
