@@ -179,7 +179,7 @@ class Explorer(TaskActor):
         )
 
     async def waiting(self) -> WaitReport:
-        """Report what groups and evaluation wait for, and for how long, and why all groups have failed."""
+        """Report what groups and evaluation wait for, and for how long, and why no group succeeds, if none does."""
         return replace(self._waits.report(), trouble=self.flow.trouble)
 
     @once

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _FAILURES_IN_A_ROW = 32
 """Consecutive groups that may fail, whatever the reason. Then the run ends, unless others have succeeded lately."""
 _PAUSE_S = 5.0
-"""Waited before a group while none succeeds any more, one at a time: a service may be starting again."""
+"""Pause before each group while none succeeds, of which one runs at a time: a service may be starting again."""
 _REMEMBERED = 10_000
 """Number of the latest groups of which failures are remembered."""
 
@@ -65,9 +65,9 @@ class GroupFlow:
         self._empty = 0
         """Number of consecutive groups of which no row was kept."""
         self._succeeded, self._trying = float("-inf"), asyncio.Lock()
-        """When a group last did not fail; held while groups are tried one by one."""
+        """When a group last succeeded; held by the group that runs alone while none does."""
         self.trouble = ""
-        """Why the latest group failed, if no group has succeeded yet, or none of many in a row has."""
+        """Why the latest group failed, while no group has succeeded yet, or once many have failed in a row."""
 
     async def run(self, stage: StageConfig, algorithm: Algorithm, ticket: Ticket) -> None:
         """Roll out, score and store one group.

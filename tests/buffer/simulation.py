@@ -40,7 +40,7 @@ from tests.buffer.rows import group
 from tests.chaos.simulated import Life, VirtualLoop, World
 
 _PATIENCE_S = 1000.0
-"""Simulated seconds without progress after which somebody waits for ever; no delay in a history is near it."""
+"""Deadline of a lease, in simulated seconds; no delay in a history is near it."""
 
 
 class ThreadedLoop(VirtualLoop):
@@ -342,7 +342,8 @@ class Run:
 def run_history(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Run one history to its end, and check it.
 
-    Raises AssertionError or RayTaskError where somebody would wait for ever, or where rows were lost or doubled.
+    Raises AssertionError if nothing can wake a waiting caller, or rows were lost or doubled, and RayTaskError if a
+    lease is not filled in time.
     """
     history = History(seed, folder)
     patch.setattr(journal, "SNAPSHOT_BYTES", history.setting.snapshot_bytes)

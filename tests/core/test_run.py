@@ -34,7 +34,7 @@ NOTES = [NoteRecord("", 0, float(second), "hello") for second in range(3)]
 
 
 class ScriptedMaster(Watched):
-    """Gives the first of the records, and then waits for ever."""
+    """Gives the first of the records, and then waits endlessly."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -51,7 +51,7 @@ def test_as_many_rows_are_asked_at_once_as_the_model_takes(calls: int) -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await together.wait()  # for ever, unless so many are asked at a time
+        await together.wait()  # endlessly, unless so many are asked at a time
         running -= 1
         return GRADE
 
