@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from rayrft.explorer.engines.exchange import Session
 
@@ -32,28 +32,6 @@ class GroupDeadline:
     @property
     def expired(self) -> bool:
         return self.whole is not None and self.whole.expired
-
-    @contextmanager
-    def attempt(self, seconds: float, session: Session) -> Iterator[None]:
-        """Cancel the current task, and raise Expired, when it has run for so many seconds, or the group for its own."""
-        if self.expired:
-            raise Expired
-        task = asyncio.current_task()
-        assert task is not None  # a coroutine is running
-        deadline = _Deadline(self, seconds, task.cancel, self.whole)
-        session.on_queue, session.on_dequeue = deadline.stop, deadline.start
-        self.attempts.add(deadline)
-        deadline.start()
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not deadline.expired:
-                raise
-            task.uncancel()
-            raise Expired from None
-        finally:
-            deadline.stop()
-            self.attempts.discard(deadline)
 
     def close(self) -> None:
         """Guard nothing any more."""
@@ -83,6 +61,31 @@ class GroupDeadline:
             deadline.end()
         if self.running:
             self._set(min(deadline.due for deadline in self.running))
+
+
+class AttemptDeadline(AbstractContextManager[None]):
+    """Cancels the task that enters it, and raises Expired there, when that has run for so many seconds, or the group
+    for its own. A class, as a generator costs an attempt more than all the rest of its deadline."""
+
+    def __init__(self, group: GroupDeadline, seconds: float, session: Session) -> None:
+        self._group, self._seconds, self._session = group, seconds, session
+
+    def __enter__(self) -> None:
+        if self._group.expired:
+            raise Expired
+        task = asyncio.current_task()
+        assert task is not None  # a coroutine is running
+        self._task, self._deadline = task, _Deadline(self._group, self._seconds, task.cancel, self._group.whole)
+        self._session.on_queue, self._session.on_dequeue = self._deadline.stop, self._deadline.start
+        self._group.attempts.add(self._deadline)
+        self._deadline.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._deadline.stop()
+        self._group.attempts.discard(self._deadline)
+        if kind is not None and issubclass(kind, asyncio.CancelledError) and self._deadline.expired:
+            self._task.uncancel()
+            raise Expired from None
 
 
 class _Deadline:

@@ -15,7 +15,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, EnvironmentFailed, EnvironmentTimeout, ModelError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.calls import Engines, GroupCalls, Parking, derive_seed
-from rayrft.explorer.deadlines import Expired, GroupDeadline
+from rayrft.explorer.deadlines import AttemptDeadline, Expired, GroupDeadline
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel
 from rayrft.explorer.engines.exchange import Sampling
 from rayrft.explorer.environments import Environments
@@ -211,7 +211,7 @@ class Runner:
         seconds = self._config.explorer.deadline_s
         try:
             try:
-                deadline = group.attempt(seconds, calls.attempts[repeat].session)
+                deadline = AttemptDeadline(group, seconds, calls.attempts[repeat].session)
                 if self._shared.environments is None:
                     with deadline:
                         made = await self.workflow(workflow).run(task, model, None)

@@ -78,23 +78,17 @@ class Policy:
         ids = [*self.tokenizer.hf.encode(text, add_special_tokens=False), self.tokenizer.end_id]
         reason = "stop" if len(ids) <= request.sampling.max_tokens else "length"
         ids = ids[: request.sampling.max_tokens]
-        interrupted = False
-
-        def interrupt() -> None:
-            nonlocal interrupted
-            interrupted = True
-
-        sent = list[int]()
-        with session.interruptible(interrupt):
-            for number, token in enumerate(ids, 1):
-                await self.holding.wait()
-                await asyncio.sleep(0)
-                if interrupted:
-                    reason = INTERRUPTED
-                    break
-                sent.append(token)
-                if told is not None and number < len(ids):  # the last one comes with the answer
-                    told(replace(scored([token], request.alternatives), versions=(self.version,)))
+        interrupted, sent = asyncio.Event(), list[int]()
+        session.interrupts[interrupted.set] = None
+        for number, token in enumerate(ids, 1):
+            await self.holding.wait()
+            await asyncio.sleep(0)
+            if interrupted.is_set():
+                reason = INTERRUPTED
+                break
+            sent.append(token)
+            if told is not None and number < len(ids):  # the last one comes with the answer
+                told(replace(scored([token], request.alternatives), versions=(self.version,)))
         prompt = scored(request.prompt[1:], request.alternatives) if request.scored else None
         tokens = scored(sent, request.alternatives)
         versions = ((0, len(sent), self.version),)

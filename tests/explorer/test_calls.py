@@ -34,9 +34,9 @@ class Model:
         if request.prompt[0] in self.slow:
             await self.slow[request.prompt[0]].wait()
         interrupted = asyncio.Event()
-        with sessions[0].interruptible(interrupted.set):
-            if self.held:
-                await interrupted.wait()
+        sessions[0].interrupts[interrupted.set] = None
+        if self.held:
+            await interrupted.wait()
         return [self._answer(request, cut=interrupted.is_set()) for _ in range(request.n)]
 
     def _answer(self, request: Request, *, cut: bool) -> Completion:

@@ -21,7 +21,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
 from rayrft.experience import Experience, Task, rewards_by_token
 from rayrft.explorer.calls import GroupCalls
-from rayrft.explorer.deadlines import Expired, GroupDeadline
+from rayrft.explorer.deadlines import AttemptDeadline, Expired, GroupDeadline
 from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.scoring import apply_rewards
 from rayrft.explorer.trajectory import Model, Trajectory
@@ -267,7 +267,7 @@ def test_trajectories_are_public() -> None:
 async def test_an_attempt_does_not_begin_when_its_groups_deadline_is_over() -> None:
     group, began = GroupDeadline(0.01), list[int]()
     for number in range(2):
-        with pytest.raises(Expired), group.attempt(100.0, Session()):
+        with pytest.raises(Expired), AttemptDeadline(group, 100.0, Session()):
             began.append(number)
             await asyncio.Event().wait()
     current = asyncio.current_task()
@@ -328,7 +328,7 @@ async def test_after_a_wait_an_attempt_has_the_time_that_it_had_left(monkeypatch
     time, session, ended = Time(monkeypatch), Session(), asyncio.Event()
 
     async def attempt() -> None:
-        with contextlib.suppress(Expired), GroupDeadline(None).attempt(10.0, session):
+        with contextlib.suppress(Expired), AttemptDeadline(GroupDeadline(None), 10.0, session):
             await asyncio.Event().wait()
         ended.set()
 
@@ -350,7 +350,7 @@ def test_deadlines_hold_on_the_event_loop_of_ray_actors() -> None:
         group = GroupDeadline(None)
 
         async def attempt(number: int) -> None:
-            with group.attempt(0.05 + 0.0007 * number, Session()):
+            with AttemptDeadline(group, 0.05 + 0.0007 * number, Session()):
                 await asyncio.Event().wait()
 
         async with asyncio.timeout(20):

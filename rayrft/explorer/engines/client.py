@@ -231,9 +231,9 @@ class EngineClient:
         engine, cost = begun
         for session in sessions:
             session.engine = engine.name
+        self._waits.trace.begin(engine.name, "generate", request.n)
         try:
-            with self._waits.trace.on(engine.name, "generate", request.n):
-                completions = await engine.requester.ask(request, sessions[0] if sessions else None, stream)
+            completions = await engine.requester.ask(request, sessions[0] if sessions else None, stream)
             self._lengths[request.n].add([len(completion.token_ids) for completion in completions])
             return completions
         except (RayError, ActorDied) as error:
@@ -246,6 +246,7 @@ class EngineClient:
                 raise EngineFailed(problem, "ask again", field=engine.name) from None
             return None
         finally:
+            self._waits.trace.end(engine.name, "generate", request.n)
             engine.take(cost, -1)
             self._dispatch()
 
@@ -272,7 +273,8 @@ class EngineClient:
                 for session in sessions:
                     waiting.enter_context(session.queued())
                 if sessions:
-                    waiting.enter_context(sessions[0].interruptible(partial(settle, begun, None)))
+                    sessions[0].interrupts[interrupt := partial(settle, begun, None)] = None
+                    waiting.callback(sessions[0].interrupts.pop, interrupt)
                 while not begun.done():
                     await asyncio.wait({begun}, timeout=self._patience_s)
                     if not begun.done() and not self._engines:

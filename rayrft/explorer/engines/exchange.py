@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field, fields
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -163,8 +164,8 @@ class Session:
 
     engine: str | None = None
     """The member that answered last, and holds their prefix in its cache."""
-    _interrupts: dict[Callable[[], object], None] = field(default_factory=dict)
-    """What interrupts its requests in flight."""
+    interrupts: dict[Callable[[], object], None] = field(default_factory=dict)
+    """What interrupts its requests in flight, in their order."""
 
     on_queue: Callable[[], None] = lambda: None
     """Called when a request begins to wait for an engine with room."""
@@ -174,7 +175,7 @@ class Session:
     def interrupt(self) -> None:
         """End the requests in flight: they are answered with the tokens that were sampled until then, which are none if
         they wait for an engine. Requests on the way to an engine are answered in full."""
-        for interrupt in list(self._interrupts):
+        for interrupt in list(self.interrupts):
             interrupt()
 
     @contextlib.contextmanager
@@ -185,15 +186,6 @@ class Session:
             yield
         finally:
             self.on_dequeue()
-
-    @contextlib.contextmanager
-    def interruptible(self, interrupt: Callable[[], object]) -> Iterator[None]:
-        """Let `interrupt` call this function meanwhile."""
-        self._interrupts[interrupt] = None
-        try:
-            yield
-        finally:
-            del self._interrupts[interrupt]
 
 
 EngineAnswer = list[Completion] | RayrftError
@@ -329,10 +321,12 @@ class Requester:
         if on_tokens is not None:
             self._on_tokens[number] = on_tokens
         self._schedule()
+        interrupts, interrupt = (session or Session()).interrupts, partial(self._interrupt, number)
+        interrupts[interrupt] = None
         try:
-            with (session or Session()).interruptible(lambda: self._interrupt(number)):
-                return await answer
+            return await answer
         finally:
+            del interrupts[interrupt]
             self._on_tokens.pop(number, None)
             if self._asked.pop(number, None) is not None and self._unsent.pop(number, None) is None:
                 self._cancelled.append(number)
