@@ -65,7 +65,7 @@ class GroupDeadline:
 
 class AttemptDeadline(AbstractContextManager[None]):
     """Cancels the task that enters it, and raises Expired there, when that has run for so many seconds, or the group
-    for its own. A class, as a generator costs an attempt more than all the rest of its deadline."""
+    for its own."""
 
     def __init__(self, group: GroupDeadline, seconds: float, session: Session) -> None:
         self._group, self._seconds, self._session = group, seconds, session

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, takewhile
@@ -60,8 +60,8 @@ class GroupFlow:
         """By the deadlines of the tickets: thousands are in flight."""
         self._partial = self.config.explorer.partial
         self._started = 0
-        self.failed = set[int]()
-        """Numbers of the latest groups that failed, in the order in which groups were started."""
+        self.failed = dict[int, bool]()
+        """Whether the latest groups that failed would always fail, by their number in the order of their starts."""
         self._empty = 0
         """Number of consecutive groups of which no row was kept."""
         self._succeeded, self._trying = float("-inf"), asyncio.Lock()
@@ -96,7 +96,8 @@ class GroupFlow:
             # Without a failure it was parked before a token was sampled.
             reason = max(rollout.failed, key=rollout.failed.__getitem__, default="surplus")
             await self.buffer.call(Buffer.fail, ticket, reason)
-            return self._count_failure(number, rollout.problem) if rollout.problem else None
+            lasting = {*rollout.failed} == {"prompt_too_long"}
+            return self._count_failure(number, rollout.problem, lasting) if rollout.problem else None
         max_tokens = self.config.explorer.sampling.max_tokens
         score = partial(scoring.apply_rewards, config=self.config.reward, max_tokens=max_tokens, step=ticket.deadline)
         group = score(rollout.rows, rollout.results)
@@ -210,18 +211,23 @@ class GroupFlow:
             remedy = "give tasks that the model solves sometimes, but not always; relax the filters; or raise it"
             raise RayrftError(problem, remedy, field="explorer.max_tries", value=self._empty)
 
-    def _count_failure(self, number: int, problem: str) -> None:
+    def _count_failure(self, number: int, problem: str, lasting: bool = False) -> None:
         """Count a failed group. Raise RayrftError if too many failed in a row, in the order in which groups started, so
-        that what fails at once does not wait for what samples, and none has succeeded for ``monitor.stall_s``."""
-        self.failed = {each for each in self.failed if each > number - _REMEMBERED} | {number}
-        around = count(number + 1), count(number - 1, -1)
-        in_a_row = 1 + sum(1 for numbers in around for _ in takewhile(self.failed.__contains__, numbers))
-        if self._succeeded < 0.0 or in_a_row >= _FAILURES_IN_A_ROW:
+        that what fails at once does not wait for what samples, and all are ``lasting`` or none has succeeded for
+        ``monitor.stall_s``."""
+        self.failed = {each: kind for each, kind in self.failed.items() if each > number - _REMEMBERED}
+        self.failed[number] = lasting
+
+        def in_a_row(failed: Callable[[int], bool | None]) -> int:
+            return sum(1 for numbers in (count(number, -1), count(number + 1)) for _ in takewhile(failed, numbers))
+
+        if self._succeeded < 0.0 or in_a_row(self.failed.__contains__) >= _FAILURES_IN_A_ROW:
             self.trouble = problem
-        if in_a_row >= _FAILURES_IN_A_ROW and time.monotonic() - self._succeeded > self.config.monitor.stall_s:
-            problem = f"{in_a_row} consecutive groups failed; the last: {problem}"
-            remedy = "fix the workflow, reward or limit; try it on a single task first"
-            raise RayrftError(problem, remedy, field="explorer")
+            stalled = time.monotonic() - self._succeeded > self.config.monitor.stall_s
+            if (failed := in_a_row(self.failed.__contains__ if stalled else self.failed.get)) >= _FAILURES_IN_A_ROW:
+                problem = f"{failed} consecutive groups failed; the last: {problem}"
+                remedy = "fix the workflow, reward or limit; try it on a single task first"
+                raise RayrftError(problem, remedy, field="explorer")
 
 
 def group_id(config: RunConfig, stage: StageConfig, ticket: Ticket) -> str:

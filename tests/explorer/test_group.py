@@ -231,7 +231,7 @@ async def test_an_operator_that_fails_ends_the_run_after_many_groups_or_at_once(
 ) -> None:
     async with Verifying(tiny_model, [operator], **settings) as verifying:
         if not settings:
-            verifying.explorer.flow.failed |= {*range(1, 32)}
+            verifying.explorer.flow.failed |= dict.fromkeys(range(1, 32), False)
         with pytest.raises(kind, match=problem):
             await verifying.group()
 

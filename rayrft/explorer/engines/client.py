@@ -68,8 +68,7 @@ class AnswerLengths:
         """Count a request whose answers had so many tokens."""
         self._recent.append(lengths)
         self._added += 1
-        doubled = self._added & (self._added - 1) == 0
-        if self._added >= _FEWEST and (doubled or self._added % 256 == 0):
+        if self._added >= _FEWEST and (self._added.bit_count() == 1 or self._added % 256 == 0):
             self._estimate()
 
     def expected(self, limit: int) -> tuple[float, float]:
@@ -112,8 +111,7 @@ class _Engine:
         """Whether the request can begin at once without driving others out of the cache. It always can alone."""
         if self.answers == 0:
             return True
-        spread = _DEVIATIONS * math.sqrt(self._variance + cost.variance)
-        tokens = self._tokens + cost.tokens + spread
+        tokens = self._tokens + cost.tokens + _DEVIATIONS * math.sqrt(self._variance + cost.variance)
         return self.answers < self._most_answers and tokens <= self._most_tokens
 
     def take(self, cost: _Cost, sign: int = 1) -> None:
@@ -124,15 +122,12 @@ class _Engine:
 
 
 _Begun = tuple[_Engine, _Cost]
-
-
 _answers = attrgetter("answers")
 
 
 def _so_far(chunks: Sequence[Chunk]) -> Completion:
     """Return the begun answer of a request that streams, which another engine can continue."""
-    whole = Chunk.joined(chunks)
-    versions = whole.versions
+    versions = (whole := Chunk.joined(chunks)).versions
     edges = [at for at in range(len(versions) + 1) if versions[at - 1 : at] != versions[at : at + 1]]
     spans = tuple((first, end, versions[first]) for first, end in itertools.pairwise(edges))
     return Completion(whole.token_ids, whole.logprobs, spans, INTERRUPTED, whole.alternatives)
