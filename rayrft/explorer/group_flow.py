@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
 
 _FAILURES_IN_A_ROW = 32
-"""Consecutive groups that may fail, whatever the reason. Then the run ends, unless others have succeeded lately."""
+"""Consecutive groups that may fail: see `GroupFlow._count_failure` for when the run ends then."""
 _PAUSE_S = 5.0
 """Pause before each group while none succeeds, of which one runs at a time: a service may be starting again."""
 _REMEMBERED = 10_000

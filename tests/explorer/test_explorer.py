@@ -320,16 +320,18 @@ async def test_groups_that_succeeded_before_are_tried_until_a_service_is_back_or
         await asyncio.wait_for(exploring, 60)
 
 
-async def test_prompts_that_are_too_long_end_a_run_in_which_groups_have_succeeded_without_a_pause(
+async def test_after_groups_have_succeeded_prompts_that_are_too_long_end_a_run_and_broken_workflows_do_not(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayrft.explorer.group_flow._PAUSE_S", 3600.0)
+    monkeypatch.setattr("rayrft.explorer.group_flow._PAUSE_S", 0.0)
     settings: dict[str, Any] = {"explorer.drop_zero_variance": False}
-    subject = make(QuickEngine(), Rewards(1.0), tasks=[*spelling(4), *LONG], sampler="sequential", **settings)
+    tasks = [*spelling(4), *(Task.create("test", str(i), "x", workflow="broken") for i in range(40)), *LONG]
+    subject = make(QuickEngine(), Rewards(1.0), tasks=tasks, sampler="sequential", **settings)
     exploring = await subject.begin()
     await subject.train(0)
     with pytest.raises(RayrftError, match=r"32 consecutive groups failed; the last: .*too long"):
         await asyncio.wait_for(exploring, 60)
+    assert (await subject.ledger()).dropped_tasks["workflow_error"] == 40
 
 
 def test_a_busy_clock_counts_overlapping_work_once(monkeypatch: pytest.MonkeyPatch) -> None:
