@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 from rayrft.explorer.engines.exchange import Session
 
@@ -63,31 +62,6 @@ class GroupDeadline:
             self._set(min(deadline.due for deadline in self.running))
 
 
-class AttemptDeadline(AbstractContextManager[None]):
-    """Cancels the task that enters it, and raises Expired there, when that has run for so many seconds, or the group
-    for its own."""
-
-    def __init__(self, group: GroupDeadline, seconds: float, session: Session) -> None:
-        self._group, self._seconds, self._session = group, seconds, session
-
-    def __enter__(self) -> None:
-        if self._group.expired:
-            raise Expired
-        task = asyncio.current_task()
-        assert task is not None  # a coroutine is running
-        self._task, self._deadline = task, _Deadline(self._group, self._seconds, task.cancel, self._group.whole)
-        self._session.on_queue, self._session.on_dequeue = self._deadline.stop, self._deadline.start
-        self._group.attempts.add(self._deadline)
-        self._deadline.start()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._deadline.stop()
-        self._group.attempts.discard(self._deadline)
-        if kind is not None and issubclass(kind, asyncio.CancelledError) and self._deadline.expired:
-            self._task.uncancel()
-            raise Expired from None
-
-
 class _Deadline:
     """Calls ``expire`` when work of the group has been running for so many seconds.
 
@@ -126,3 +100,28 @@ class _Deadline:
         if not self.expired:
             self.expired = True
             self._expire()
+
+
+class AttemptDeadline(_Deadline):
+    """Cancels the task that makes it, and raises Expired there, when the task has been inside of it for so many
+    seconds, or the group for its own."""
+
+    def __init__(self, group: GroupDeadline, seconds: float, session: Session) -> None:
+        task = asyncio.current_task()
+        assert task is not None  # a coroutine is running
+        super().__init__(group, seconds, task.cancel, group.whole)
+        self._task, self._session = task, session
+
+    def __enter__(self) -> None:
+        if self._group.expired:
+            raise Expired
+        self._session.on_queue, self._session.on_dequeue = self.stop, self.start
+        self._group.attempts.add(self)
+        self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.stop()
+        self._group.attempts.discard(self)
+        if kind is not None and issubclass(kind, asyncio.CancelledError) and self.expired:
+            self._task.uncancel()
+            raise Expired from None

@@ -41,6 +41,8 @@ class HeldEngine(Answering):
         super().__init__()
         self._capacity, self._failures = Capacity(**capacity), list(failures)
         self.asked: list[int] = []
+        self.ended: asyncio.Queue[bool] = asyncio.Queue()
+        """For each request that has ended, whether it was aborted."""
         self.arrived, self.released = asyncio.Semaphore(0), asyncio.Event()
 
     async def exchange(self, *call: Any) -> Any:
@@ -51,7 +53,12 @@ class HeldEngine(Answering):
     async def generate(self, request: Request) -> list[Completion]:
         self.asked.append(request.n)
         self.arrived.release()
-        await self.released.wait()
+        try:
+            await self.released.wait()
+            self.ended.put_nowait(False)
+        except asyncio.CancelledError:
+            self.ended.put_nowait(True)
+            raise
         return [ANSWER] * request.n
 
     async def capacity(self) -> Capacity:
@@ -486,11 +493,36 @@ async def test_room_that_was_given_to_a_request_as_it_was_cancelled_is_free_agai
     await begun(engine, 1)
     given, last = subject.ask(1), subject.ask(1)
     await begun(engine, 0)
-    [(*_, future), _] = sorted(subject.client._queue, key=lambda waiting: waiting[1])
-    future.add_done_callback(lambda _: given.cancel())  # runs before the request goes on
+    [(_, _, waits, _), _] = sorted(subject.client._queue, key=lambda waiting: waiting[1])
+
+    def cancel(_: object) -> None:
+        engine.released.clear()
+        given.cancel()
+
+    waits.add_done_callback(cancel)  # runs before the request goes on
     engine.released.set()
-    assert await first == await asyncio.wait_for(last, 20) == [ANSWER]
+    assert await first == [ANSWER]
+    assert [await asyncio.wait_for(engine.ended.get(), 20) for _ in range(2)] == [False, True]
+    engine.released.set()
+    assert await asyncio.wait_for(last, 20) == [ANSWER]
     assert given.cancelled() and subject.client._engines["engine-0"].answers == 0
+
+
+async def test_a_request_that_waited_leaves_before_the_work_on_the_answer_that_made_room(subject: Subject) -> None:
+    order = list[str]()
+
+    class Noting(HeldEngine):
+        def exchange(self, client: str, requests: dict[int, Request], *lists: Any) -> Any:
+            order.extend("left" for _ in requests)
+            return super().exchange(client, requests, *lists)
+
+    engine = await subject.join("engine-0", Noting(answers=1))
+    first, second = subject.ask(1), subject.ask(1)
+    await begun(engine, 1)
+    first.add_done_callback(lambda _: order.append("worked on"))
+    engine.released.set()
+    await second
+    assert order == ["left", "left", "worked on"]
 
 
 class Decoding(Answering):

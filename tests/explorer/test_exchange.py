@@ -51,8 +51,8 @@ class Held(Answering):
         return await super().exchange(client, requests, *lists)
 
 
-def ask(requester: Requester, number: int) -> asyncio.Task[list[Completion]]:
-    return asyncio.create_task(requester.ask(Request([number], 1, SAMPLING)))
+def ask(requester: Requester, number: int) -> asyncio.Future[list[Completion]]:
+    return requester.ask(Request([number], 1, SAMPLING))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -143,7 +143,7 @@ async def test_a_call_that_cannot_be_made_is_the_error_of_who_asked() -> None:
 async def test_an_interrupted_session_has_what_its_requests_have_and_others_go_on() -> None:
     engine, session = Held(), Session()
     requester = Requester(remote(engine))
-    cut = [asyncio.create_task(requester.ask(Request([number], 1, SAMPLING), session)) for number in range(3)]
+    cut = [requester.ask(Request([number], 1, SAMPLING), session) for number in range(3)]
     other = ask(requester, 3)
     await until(lambda: len(engine.events) == 4)
     engine.events[1].set()
@@ -179,7 +179,7 @@ async def history(rng: random.Random, count: int) -> None:
 
     engine = Late()
     clients = [Requester(remote(engine)) for _ in range(2)]
-    asked: dict[int, asyncio.Task[list[Completion]]] = {}
+    asked: dict[int, asyncio.Future[list[Completion]]] = {}
     cancelled, refused = set[int](), set[int]()
     while len(asked) < count or not all(number in engine.events or number in cancelled for number in asked):
         match rng.choice(["ask", "answer", "cancel", "turn"]):
@@ -250,7 +250,7 @@ def test_streams_bring_every_token_once_and_in_order_until_they_are_interrupted(
                 session.interrupt()
 
         request = Request([first], 1, Sampling(1.0, limit, (1,)), stream=True)
-        asked = asyncio.ensure_future(requester.ask(request, session, tell))
+        asked = requester.ask(request, session, tell)
         if rng.random() < 0.3:
             for _ in range(rng.randrange(20)):
                 await asyncio.sleep(0)

@@ -121,7 +121,8 @@ class _Engine:
         self._variance = max(self._variance + sign * cost.variance, 0.0) if self.answers else 0.0
 
 
-_Begun = tuple[_Engine, _Cost]
+_Asked = tuple[Request, Session | None, TokenCallback | None]
+_Begun = tuple[_Engine, _Cost, "asyncio.Future[list[Completion]]"]
 _answers = attrgetter("answers")
 
 
@@ -176,8 +177,8 @@ class EngineClient:
         self._engines: dict[str, _Engine] = {}
         self._lengths: defaultdict[int, AnswerLengths] = defaultdict(AnswerLengths)
         """By the number of answers of a request."""
-        self._queue: list[tuple[bool, int, Request, str | None, asyncio.Future[_Begun | None]]] = []
-        """A heap of what waits: the next turns of sessions, with the engine that they had, first."""
+        self._queue: list[tuple[bool, int, asyncio.Future[_Begun | None], _Asked]] = []
+        """A heap of what waits, the next turns of sessions first."""
         self._numbers = itertools.count()
         self._replaced = True
         """See `Membership`."""
@@ -220,15 +221,15 @@ class EngineClient:
         """Sample the answers on one engine. Returns None if it dies, and the request may be made ``again``."""
         from ray.exceptions import RayError
 
-        begun = await self._begin(request, sessions)
+        begun = await self._begin((request, sessions[0] if sessions else None, stream), sessions)
         if begun is None:
             return [UNBEGUN] * request.n
-        engine, cost = begun
+        engine, cost, answer = begun
         for session in sessions:
             session.engine = engine.name
         self._waits.trace.begin(engine.name, "generate", request.n)
         try:
-            completions = await engine.requester.ask(request, sessions[0] if sessions else None, stream)
+            completions = await answer
             self._lengths[request.n].add([len(completion.token_ids) for completion in completions])
             return completions
         except (RayError, ActorDied) as error:
@@ -245,17 +246,16 @@ class EngineClient:
             engine.take(cost, -1)
             self._dispatch()
 
-    async def _begin(self, request: Request, sessions: Sequence[Session]) -> _Begun | None:
-        """Wait for room on an engine, and take it. Returns None if the first session is interrupted meanwhile."""
+    async def _begin(self, asked: _Asked, sessions: Sequence[Session]) -> _Begun | None:
+        """Wait until a request has begun on an engine. Returns None if its first session is interrupted before."""
         if self.following is None:
             # In no request's context: Ray would cancel its calls together with that request.
             self.following = asyncio.create_task(self._follow(), context=Context())
             self.following.add_done_callback(self._fail)
         if self.following.done():  # the pool died, and with it the knowledge of who is a member
             self.following.result()
-        home = sessions[0].engine if sessions else None
-        begun: asyncio.Future[_Begun | None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._queue, (home is None, next(self._numbers), request, home, begun))
+        (_, session, _), begun = asked, asyncio.get_running_loop().create_future()
+        heapq.heappush(self._queue, (session is None or session.engine is None, next(self._numbers), begun, asked))
         self._dispatch()
         if begun.done():
             return begun.result()
@@ -265,36 +265,39 @@ class EngineClient:
                     waiting.enter_context(self._waits.on("engines", "room in their caches", internal=True))
                 else:
                     waiting.enter_context(self._waits.on("engine_pool", "an engine to join"))
-                for session in sessions:
-                    waiting.enter_context(session.queued())
-                if sessions:
-                    sessions[0].interrupts[interrupt := partial(settle, begun, None)] = None
-                    waiting.callback(sessions[0].interrupts.pop, interrupt)
+                for each in sessions:
+                    waiting.enter_context(each.queued())
+                if session is not None:
+                    session.interrupts[interrupt := partial(settle, begun, None)] = None
+                    waiting.callback(session.interrupts.pop, interrupt)
                 while not begun.done():
                     await asyncio.wait({begun}, timeout=self._patience_s)
                     if not begun.done() and not self._engines:
                         raise EngineFailed("no engine is up", "ask again", field="engine_pool")
                 return begun.result()
         except asyncio.CancelledError:
-            if begun.done() and not begun.cancelled() and (taken := begun.result()):
-                taken[0].take(taken[1], -1)
+            if begun.done() and not begun.cancelled() and not begun.exception() and (taken := begun.result()):
+                engine, cost, answer = taken
+                answer.cancel()
+                engine.take(cost, -1)
                 self._dispatch()
             raise
         finally:
             begun.cancel()
 
     def _dispatch(self) -> None:
-        """Let begin what has room, in order."""
+        """Begin what has room, in order, and at once: who waits for it runs only after the work on other answers."""
         while self._queue:
-            _, _, request, home, begun = self._queue[0]
+            _, _, begun, asked = self._queue[0]
             if not begun.done():  # else it was interrupted or cancelled
+                request, session, _ = asked
                 tokens, variance = self._lengths[request.n].expected(request.n * request.sampling.max_tokens)
                 cost = _Cost(request.n, len(request.prompt) + tokens, variance)
-                engine = self._choose(cost, home)
+                engine = self._choose(cost, session.engine if session else None)
                 if engine is None:
                     return
                 engine.take(cost)
-                begun.set_result((engine, cost))
+                begun.set_result((engine, cost, engine.requester.ask(*asked)))
             heapq.heappop(self._queue)
 
     def _choose(self, cost: _Cost, home: str | None) -> _Engine | None:
@@ -354,6 +357,6 @@ class EngineClient:
     def _fail(self, following: asyncio.Task[None]) -> None:
         """End what waits: the pool has died."""
         if not following.cancelled() and (error := following.exception()):
-            for *_, begun in self._queue:
+            for _, _, begun, _ in self._queue:
                 settle(begun, error)
             self._queue.clear()

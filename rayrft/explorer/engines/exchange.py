@@ -268,10 +268,8 @@ class _Mailbox:
             await ready.wait()
         if ready is not self._ready:
             return {}
-        chunks = {number: stream.take() for number, stream in self._brought.items()}
-        finished = self._finished
-        self._finished = {}
-        self._brought = {}
+        chunks, finished = {number: stream.take() for number, stream in self._brought.items()}, self._finished
+        self._finished, self._brought = {}, {}
         return {**chunks, **finished}
 
     def _bring(self, number: int, stream: Stream) -> None:
@@ -308,29 +306,29 @@ class Requester:
         """Number of open calls."""
         self._scheduled = False
 
-    async def ask(
+    def ask(
         self, request: Request, session: Session | None = None, on_tokens: TokenCallback | None = None
-    ) -> list[Completion]:
-        """Return the answers to a request; if it is cancelled here, the engine ends it. Its ``session`` may interrupt
-        it. ``on_tokens`` gets the tokens of a request that streams; the last ones come with the answer only.
-
-        Raises the RayrftError with which the engine answers it, and the error of the call that it travels in.
+    ) -> asyncio.Future[list[Completion]]:
+        """Begin a request, and return the future of its answers; if that is cancelled, the engine ends the request. Its
+        ``session`` may interrupt it. ``on_tokens`` gets the tokens of a request that streams; the last ones come with
+        the answer only. The future's error is the engine's RayrftError, or that of the call that the request was in.
         """
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._unsent[number], self._asked[number] = request, answer
+        interrupts, interrupt = (session or Session()).interrupts, partial(self._interrupt, number)
+        self._unsent[number], self._asked[number], interrupts[interrupt] = request, answer, None
         if on_tokens is not None:
             self._on_tokens[number] = on_tokens
-        self._schedule()
-        interrupts, interrupt = (session or Session()).interrupts, partial(self._interrupt, number)
-        interrupts[interrupt] = None
-        try:
-            return await answer
-        finally:
+
+        def end(_: object) -> None:
             del interrupts[interrupt]
             self._on_tokens.pop(number, None)
             if self._asked.pop(number, None) is not None and self._unsent.pop(number, None) is None:
                 self._cancelled.append(number)
                 self._schedule()
+
+        answer.add_done_callback(end)
+        self._schedule()
+        return answer
 
     def _interrupt(self, number: int) -> None:
         self._interrupted.append(number)
