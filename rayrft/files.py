@@ -57,12 +57,23 @@ def held(write: Callable[P, R]) -> Callable[P, R]:
 
 
 def local_path(path: str | Path, field: str = "path") -> Path:
-    """Return a path. Raises ConfigError for an address such as s3://bucket/x: `Path` makes a folder ``s3:`` of it."""
+    """Return a path. Raises ConfigError for a name that is too long, and for an address such as s3://bucket/x."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", str(path)):
         problem = "must be a path, not an address: object stores have no appends, renames and locks of files"
         remedy = "give a path that is local or mounted on every node, such as /mnt/runs, and copy from or to the store"
         raise ConfigError(problem, remedy, field=field, value=str(path))
+    if any(len(os.fsencode(name)) > 255 for name in Path(path).parts):
+        raise ConfigError("has a name of more than 255 bytes", "shorten it", field=field, value=str(path))
     return Path(path)
+
+
+def read_text(path: Path, field: str) -> str:
+    """Return the text of a user's file. Raises ConfigError if it cannot be read, or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is not text"
+        raise ConfigError(problem, "give a text file in UTF-8", field=field, value=str(path)) from None
 
 
 def lock_file(descriptor: int, path: Path, *, wait: bool = True) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from pydantic import Field
 
 from rayrft.cli import Overrides, Storage, changes, say
 from rayrft.cli.follow import follow
 from rayrft.config import load_config, read_config
 from rayrft.config.base import Section, invalid, section_rule
+from rayrft.config.load import read_mapping
 from rayrft.core import launch
 from rayrft.errors import ConfigError, NotReproduced, nearest
 from rayrft.monitor.records import EvaluationRecord, read_records
@@ -153,11 +153,11 @@ def _measure(recipe: Recipe, file: Path, seed: int, storage: Path, changed: dict
         return measure(Path(tempfile.mkdtemp(prefix=f"{seed}-", dir=storage)), seed)
     raw = recipe.config
     if isinstance(raw, str):
-        raw = yaml.safe_load((file.parent / raw).read_text())
+        raw = read_mapping(file.parent / raw)
     assert raw is not None  # `read_recipe` refuses neither
     if recipe.controls is not None:
         first, *others = raw["stages"]
-        controls = yaml.safe_load((file.parent / recipe.controls).read_text())["stages"]
+        controls = read_mapping(file.parent / recipe.controls)["stages"]
         raw["stages"] = [first, *controls, *({**each, "start_from": first["name"]} for each in others)]
     settings = {**recipe.set, "name": f"{file.stem}-{seed}", "storage": str(storage), "seed": seed, **changed}
     run = launch.start(load_config(raw, settings), say=say)

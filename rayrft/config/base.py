@@ -26,7 +26,7 @@ Changeable = Annotated[T, CHANGEABLE]
 class Section(BaseModel):
     """A frozen config section. Unknown keys are errors, so that a misspelt key does not silently keep its default."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 def invalid(field: str, problem: str, remedy: str = "", *, value: Any = None) -> ValueError:
@@ -77,9 +77,10 @@ def _absolute(value: Any) -> Any:
         raise ValueError(error) from None
 
 
-def _local_model(model: str) -> str:
-    folder = Path(model).expanduser()
-    return str(folder.absolute()) if folder.is_dir() else model
+def local_model(model: str) -> str:
+    """Return the folder of a model as an absolute path, a hub id as it is."""
+    folder = os.path.expanduser(model)
+    return os.path.abspath(folder) if os.path.isdir(folder) else model
 
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
@@ -88,5 +89,5 @@ Name = Annotated[str, Field(pattern=NAME)]
 
 # Paths are made absolute: actors do not share the driver's working directory.
 LocalPath = Annotated[Path, BeforeValidator(_absolute)]
-ModelPath = Annotated[str, AfterValidator(_local_model)]
+ModelPath = Annotated[str, AfterValidator(local_model)]
 """A Hugging Face folder or hub id."""

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from rayrft.config.base import REFERENCE
 from rayrft.config.run import FolderConfig, RunConfig
 from rayrft.errors import ConfigError, nearest
-from rayrft.files import local_path
+from rayrft.files import local_path, read_text
 from rayrft.registry import load_plugins, loaded_plugins
 
 Loaded = TypeVar("Loaded", bound=BaseModel)
@@ -36,7 +36,16 @@ _SECRET = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    """Parses 1e-4 as a number, as YAML 1.2 does; PyYAML follows 1.1, where it is text."""
+    """Parses 1e-4 as a number, as YAML 1.2 does; PyYAML follows 1.1, where it is text. Refuses a key that a mapping has
+    twice, of which PyYAML takes the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = {key.value: key for key, _ in node.value if isinstance(key, yaml.ScalarNode)}
+        for key, _ in node.value:
+            if keys.get(str(key.value), key) is not key:
+                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -139,7 +148,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, mark, value = text.partition("=")
     if not mark or not key:
         raise ConfigError("must have the form key.sub=value", "add '=' and a value", field="override", value=text)
-    return key.strip(), yaml.load(value, _Loader)
+    return key.strip(), _parse(value, key, "correct it")
 
 
 def dump_config(config: RunConfig) -> str:
@@ -152,22 +161,29 @@ def _read(source: _Source | BaseModel) -> dict[str, Any]:
         return source.model_dump(mode="json")
     if isinstance(source, dict):
         return copy.deepcopy(source)
-    path = Path(source)
-    if not path.is_file():
-        raise ConfigError("is not a file", "give the path of a YAML file", field="config", value=str(source))
-    try:
-        raw = yaml.load(path.read_text(), _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"is not valid YAML: {error}", "fix the file at that line", field=str(path)) from None
-    if not isinstance(raw, dict):
-        remedy = "write keys and values, such as 'name: my_run'"
-        raise ConfigError("must be a mapping of sections", remedy, field=str(path), value=type(raw).__name__)
+    raw = read_mapping(path := Path(source))
     plugins = raw["plugins"] if isinstance(raw.get("plugins"), list) else []
     for number, plugin in enumerate(plugins):
         copies = [*(path.parent / "plugins").glob(f"{number}-*")]
         if copies and not Path(str(plugin)).exists():
             plugins[number] = str(copies[0])
     return raw
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file. Raises ConfigError if it has none."""
+    raw = _parse(read_text(path, "config"), str(path), "fix the file at that line")
+    if not isinstance(raw, dict):
+        remedy = "write keys and values, such as 'name: my_run'"
+        raise ConfigError("must be a mapping of sections", remedy, field=str(path), value=type(raw).__name__)
+    return raw
+
+
+def _parse(text: str, field: str, remedy: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"is not valid YAML: {error}", remedy, field=field) from None
 
 
 def plugin_copy(folder: Path, number: int, path: Path) -> Path:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from rayrft.config.base import Section, invalid, section_rule
+from rayrft.config.base import LocalPath, Section, invalid, section_rule
 
 
 class TinyModelConfig(Section):
@@ -37,17 +36,17 @@ class TinyModelConfig(Section):
 class TemplateConfig(Section):
     """The chat template of training, evaluation, endpoint and exported models."""
 
-    file: Path | None = None
+    file: LocalPath | None = None
     """A Jinja chat template instead of the tokenizer's."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Values of variables of the chat template, such as ``enable_thinking: false``."""
 
     @field_validator("file")
     @classmethod
-    def _there(cls, file: Path | None) -> Path | None:
-        if file is not None and not file.expanduser().is_file():
+    def _there(cls, file: LocalPath | None) -> LocalPath | None:
+        if file is not None and not file.is_file():
             raise invalid("", "is not a file", "give the path of a Jinja template", value=str(file))
-        return file and file.expanduser().absolute()
+        return file
 
 
 class ModelConfig(Section):

@@ -11,6 +11,7 @@ from rayrft.config.base import LocalPath, Name, Section, invalid, section_rule
 from rayrft.config.placement import WaitConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import ConfigError
+from rayrft.files import read_text
 from rayrft.runtime.serving import HAPROXY_HOSTS, LOCAL, HttpSettings, key_digest
 
 EDITED = "human"
@@ -43,10 +44,7 @@ def read_keys(config: HttpConfig) -> tuple[str, ...]:
     field, place, problem = "serve.keys_env", config.keys_env, "contains no key"
     if config.keys_file is not None:
         field, place = "serve.keys_file", str(config.keys_file)
-        try:
-            keys += config.keys_file.read_text().splitlines()
-        except OSError as error:
-            keys, problem = [], f"cannot be read: {error.strerror}"
+        keys += read_text(config.keys_file, field).splitlines()
     keys = [key.strip() for key in keys if key.strip()]
     if not keys and place is not None:
         raise ConfigError(problem, "put the API keys there", field=field, value=place)

@@ -67,7 +67,7 @@ class StageConfig(Section):
     name: Name
     algorithm: Changeable[AlgorithmConfig]
     steps: Changeable[int] = Field(ge=1)
-    batch_size: int = Field(256, ge=1)
+    batch_size: int = Field(256, ge=1, le=1 << 20)
     """Rows of one optimiser step, over all ranks and both streams."""
     group_size: int = Field(8, ge=1)
     """Answers sampled per task."""

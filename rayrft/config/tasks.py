@@ -56,7 +56,7 @@ class TaskSourceConfig(RowsConfig, RowSelection):
     """The workflow of the source's tasks; by default ``explorer.workflow``."""
     system: str | None = None
     """System message before every question."""
-    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    weight: float = Field(1.0, gt=0)
     """Weight of this source, relative to the sum of all, in drawn, held-out and demonstrated tasks."""
 
     @model_validator(mode="before")

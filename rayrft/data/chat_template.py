@@ -17,6 +17,7 @@ from rayrft.data.reasoning import (
     unread_reasoning,
 )
 from rayrft.errors import DataError, ModelError
+from rayrft.files import read_text
 
 _ANSWER = "[the answer that was sampled]"
 """Stands for an answer whose tokens are there already, where the chat template is asked what follows it."""
@@ -47,7 +48,7 @@ class ChatTemplate:
         self.is_own = config is not None and config != TemplateConfig()
         """Whether the config changes it."""
         if config is not None and config.file is not None:
-            hf.chat_template = config.file.read_text(encoding="utf-8")
+            hf.chat_template = read_text(config.file, f"{key}.file")
         for name, value in config.options.items() if config is not None else ():
             if not self.has_option(name):
                 where, remedy = f"{key}.options.{name}", "see the template's own, or give another template"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -20,7 +21,7 @@ transformers: Any = Lazy("transformers")
 
 def find_model(path: str, field: str) -> str:
     """Return a model folder as an absolute path, or a hub id. Raises ModelError for ``field`` if neither exists."""
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         if (Path(path) / "config.json").is_file():
             return str(Path(path).absolute())
         problem = "the folder contains no model (no config.json)"

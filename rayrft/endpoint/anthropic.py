@@ -13,7 +13,7 @@ from rayrft.endpoint.protocol import ChatRequest, runs_at_server
 from rayrft.endpoint.replies import CheckedRequest, DecodedAnswer, ReplyForm, TextPiece, as_event
 from rayrft.runtime.serving.http import ApiError, UnsupportedParameter
 
-_DROPPED = {"thinking", "redacted_thinking"}
+_DROPPED = ("thinking", "redacted_thinking")
 """Blocks of earlier answers that the tokens of a session have already."""
 _NO_MATTER = {"context_management", "container", "inference_geo", "cache_control"}
 """Parameters of which any value changes nothing here; nor do bounds of thinking and ``output_config.effort``."""
@@ -57,14 +57,15 @@ class MessagesRequest(ChatRequest):
             raise UnsupportedParameter(other, "is not supported")
         messages = list[dict[str, Any]]()
         if system := given.pop("system", None):
-            text = system if isinstance(system, str) else _text(system, "system")
-            messages.append({"role": "system", "content": text})
+            messages.append({"role": "system", "content": _text(system, "system")})
         for number, message in enumerate(given["messages"]):
             messages += _converted(message, f"messages.{number}")
         made: dict[str, Any] = {**given, "messages": messages}
         if "stop_sequences" in made:
             made["stop"] = made.pop("stop_sequences")
-        made["tools"] = [_tool(tool) for tool in made.get("tools") or [] if not runs_at_server(tool)]
+        if not isinstance(tools := made.get("tools", []), list):
+            raise UnsupportedParameter("tools", "is not a list")
+        made["tools"] = [_tool(tool) for tool in tools if not runs_at_server(tool)]
         if _entry(made.pop("thinking", {}), "type") == "disabled":
             made["reasoning_effort"] = "none"
         if form := _entry(made.pop("output_config", {}), "format"):
@@ -74,7 +75,7 @@ class MessagesRequest(ChatRequest):
             made["parallel_tool_calls"] = not _entry(choice, "disable_parallel_tool_use")
             if kind == "tool":
                 made["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-            elif kind in _CHOICES:
+            elif isinstance(kind, str) and kind in _CHOICES:
                 made["tool_choice"] = _CHOICES[kind]
             else:
                 raise UnsupportedParameter("tool_choice", f"is of type {kind!r}")
@@ -112,7 +113,8 @@ def _converted(message: Any, place: str) -> list[dict[str, Any]]:
             if isinstance(answer, list):  # its images follow it in a message of the user
                 images = [_image(each) for each in answer if _entry(each, "type") == "image"]
                 shown = [_document(each) for each in answer if _entry(each, "type") != "image"]
-                answer, parts = _text(shown, f"{where}.content"), [*parts, *images]
+                answer, parts = shown, [*parts, *images]
+            answer = _text(answer, f"{where}.content")
             failed = "Error: " if block.get("is_error") and not answer.lower().startswith("error") else ""
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": failed + answer})
         elif kind not in _DROPPED:
@@ -136,6 +138,8 @@ def _document(block: Any) -> Any:
 
 
 def _text(blocks: Any, place: str) -> str:
+    if isinstance(blocks, str):
+        return blocks
     if not isinstance(blocks, list) or not all(isinstance(_entry(block, "text"), str) for block in blocks):
         raise UnsupportedParameter(place, "has a block that is not a text")
     return "\n".join(block["text"] for block in blocks)

@@ -272,7 +272,7 @@ class ChatRequest(Sampled):
             if pictures and not is_result:
                 messages.append({"role": "user", "content": pictures})
                 pictures = []
-            if is_result and isinstance(parts := message["content"], list):
+            if is_result and isinstance(parts := message.get("content"), list):
                 found = [isinstance(part, dict) and part.get("type") in _PICTURES for part in parts]
                 pictures += compress(parts, found)
                 message = {**message, "content": [part for part, other in zip(parts, found, strict=True) if not other]}

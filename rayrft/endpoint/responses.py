@@ -136,7 +136,7 @@ def _in_namespace(name: str, namespace: str | None) -> str:
 def _function(tool: Any) -> dict[str, Any]:
     """Return a tool of Responses as a function."""
     kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind in _CLIENT_TOOLS:
+    if isinstance(kind, str) and kind in _CLIENT_TOOLS:
         parameters = _CLIENT_TOOLS[kind][1]
         schema = {"type": "object", "properties": parameters, "required": [next(iter(parameters))]}
         return {"name": kind, "description": "", "parameters": schema}

@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
+from rayrft.config.base import local_model
 from rayrft.errors import ConfigError, ModelError, first_line
 from rayrft.experience import Task
 from rayrft.rewards.base import RewardResult, StepReward, Transcript, imports, register_reward
@@ -39,7 +39,7 @@ class _Classifier(ABC):
         import transformers
 
         labels = {"Sequence": 1, "Token": 2}[of]
-        path = str(Path(model).expanduser().absolute()) if Path(model).expanduser().is_dir() else model
+        path = local_model(model)
         classifier: Any = getattr(transformers, f"AutoModelFor{of}Classification")
         try:
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, revision=revision)

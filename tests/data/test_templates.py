@@ -216,7 +216,7 @@ def test_a_template_file_replaces_the_tokenizers(make: Make, tmp_path: Path) -> 
 
 
 def test_a_template_that_cannot_be_used_is_refused_at_its_key(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, check=about("model.template.file", "nowhere.jinja")):
+    with pytest.raises(ConfigError, check=about("model.template.file", str(Path("nowhere.jinja").absolute()))):
         config(tmp_path, file="nowhere.jinja")
     unknown = config(tmp_path, options={"enable_thinkin": False})
     with pytest.raises(ModelError, check=about("model.template.options.enable_thinkin", False)):

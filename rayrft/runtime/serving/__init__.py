@@ -38,7 +38,7 @@ class HttpSettings(BaseModel, frozen=True):
     """Largest request body; a larger one gets status 413."""
     body_s: float = Field(60.0, gt=0)
     """Seconds in which the body of a request must arrive, after which it gets status 408."""
-    deadline_s: float = Field(600.0, gt=0)
+    deadline_s: float = Field(600.0, gt=0, allow_inf_nan=True)
     """Seconds that a request may take, after which it gets status 504."""
 
 
