@@ -41,9 +41,9 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        keys = {key.value: key for key, _ in node.value if isinstance(key, yaml.ScalarNode)}
+        first = {key.value: key for key, _ in reversed(node.value) if isinstance(key, yaml.ScalarNode)}
         for key, _ in node.value:
-            if keys.get(str(key.value), key) is not key:
+            if first.get(str(key.value), key) is not key:
                 raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
         return node
 

@@ -99,11 +99,13 @@ def _multiple_choice(question: str, choices: Any, labels: Any, answer: Any) -> t
         labels, choices = [*choices], [*choices.values()]
     if not isinstance(choices, list) or len(choices) > len(ascii_uppercase):
         raise DataError("'choices' is not a list of at most 26 texts")
+    if not isinstance(labels := labels or [*ascii_uppercase[: len(choices)]], list) or len(labels) != len(choices):
+        raise DataError("the labels are not a list of as many as there are 'choices'")
     texts = [re.sub(r"^\s*(?:\([A-Z]\)|[A-Z][).:、])\s*", "", answer_text(each, "choices")) for each in choices]
     lines = dict(zip(ascii_uppercase, texts, strict=False))
     if not all(re.search(rf"{letter}[).:、]\s*{re.escape(text)}", question) for letter, text in lines.items()):
         question = "\n".join([question, *(f"{letter}. {text}" for letter, text in lines.items())])
-    known = [*(labels or ascii_uppercase[: len(choices)]), *choices, *texts]
+    known = [*labels, *choices, *texts]
     if isinstance(answer, list):
         return question, [_letter(each, known, len(choices)) for each in answer]
     return question, _letter(answer, known, len(choices))

@@ -56,6 +56,30 @@ def test_a_stage_may_name_the_edits_of_people_before_there_are_any() -> None:
     assert config.grows(config.stages[-1]) and "human" not in config.demonstrations
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"name: caf\xe9", "is not text"),
+        (b"stages: " + b"[" * 5000, "is not valid YAML"),
+        (b"name: a\nmodel:\n  path: x\n  path: y\n", "'path' is given twice(?s:.*)line 4"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_file_that_is_no_mapping_or_has_a_key_twice_is_refused(
+    content: bytes | None, problem: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=problem):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_a_mapping_may_override_what_it_takes_from_another(tmp_path: Path) -> None:
+    text = yaml.safe_dump(base()) + "monitor: {<<: {stall_s: 50.0}, stall_s: 60.0}\n"
+    (tmp_path / "run.yaml").write_text(f"\ufeff{text}")
+    assert load_config(tmp_path / "run.yaml").monitor.stall_s == 60.0
+
+
 @pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("3E4", 3e4), ("-.5e+1", -5.0), ("1.e2", 100.0)])
 def test_numbers_are_read_as_papers_write_them(text: str, value: float) -> None:
     assert parse_override(f"a={text}") == ("a", value)
@@ -108,6 +132,11 @@ REFRESH = "stages.mix.update.reference_refresh"
         ({"tasks.sources.0.source": "file"}, "tasks.sources.0.path", ()),
         ({"tasks.sources.0.weight": 0}, "tasks.sources.0.weight", ()),
         ({"tasks.sources.0.weight": float("inf")}, "tasks.sources.0.weight", ()),
+        ({"reward.fallback": float("nan")}, "reward.fallback", ()),
+        ({"stages.mix.optimizer.lr": float("inf")}, "stages.mix.optimizer.lr", ()),
+        ({"explorer.engine.gpus": float("inf")}, "explorer.engine.gpus", ()),
+        ({"stages.mix.batch_size": 1 << 70}, "stages.mix.batch_size", ()),
+        ({"model.template.file": "x" * 256}, "model.template.file", ()),
         ({"tasks.sources": []}, "tasks.sources", ()),
         ({"tasks.sources": [SPELL, SPELL]}, "tasks.sources", ()),
         ({"tasks.sampler": "easy_to_hard"}, "tasks.sources.0.difficulty", ()),

@@ -484,6 +484,11 @@ def test_tasks_of_a_known_layout_go_in_as_they_are(
         ({"question": "Who?", "answer": "1", "choices": ["I", "you"]}, "not a number from 0 of its 2 choices"),
         ({"question": "Who?", "answer": True, "choices": ["I", "you"]}, "not a number from 0 of its 2 choices"),
         ({"question": "Who?", "answer": "I", "choices": "I or you"}, "'choices' is not a list"),
+        (
+            {"question": "Who?", "answer": "you", "choices": {"text": ["I", "you"], "label": ["1"]}},
+            "as many as there are",
+        ),
+        ({"question": "Who?", "answer": "you", "choices": {"text": ["I", "you"], "label": 2}}, "as many as there are"),
         ({"messages": [SYSTEM, USER, ANSWER], "system": "Be long."}, "has a system message, and so have its messages"),
         ({"instruction": "Who?", "output": "I", "history": ["you?"]}, "'history' is not a list of pairs"),
         ({"messages": [USER, {"role": "critic", "content": "No."}, ANSWER]}, "has the role 'critic'"),

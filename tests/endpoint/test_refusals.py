@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,67 @@ async def test_bad_requests_are_refused_with_their_field_and_counted(served: Ser
         assert error["message"] and error["type"]
         assert served.endpoint.outcomes == {f"{status} {code}": 1}
         assert (await served.client.chat.completions.create(**CHAT)).choices, "others are served"
+
+
+ANSWERED: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "messages": [
+            *_called({"name": "add", "arguments": "{}"})["messages"],
+            {"role": "tool", "tool_call_id": "a", "content": "2"},
+        ],
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "add"}},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
+        "metadata": {"session_id": "s"},
+        "stop": ["x"],
+    },
+    "completions": {"prompt": ["hi", "you"], "logit_bias": {"5": 1.0}, "stop_token_ids": [5]},
+    "responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "shell_call", "call_id": "a", "action": {"commands": ["ls"]}},
+            {"type": "shell_call_output", "call_id": "a", "output": [{"stdout": "x"}]},
+        ],
+        "tools": [
+            {"type": "shell"},
+            {"type": "namespace", "name": "own", "tools": [{"type": "function", "name": "f"}]},
+        ],
+        "text": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+        "reasoning": {"effort": "low"},
+    },
+    "messages": {
+        "max_tokens": 8,
+        "system": [{"type": "text", "text": "hi"}],
+        "messages": [
+            {"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": "d"}}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "add", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "2"}]},
+        ],
+        "tools": [{"name": "add", "input_schema": {"type": "object"}}, {"type": "bash_20250124", "name": "bash"}],
+        "tool_choice": {"type": "any"},
+        "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+    },
+}
+ODD: list[Any] = [None, 0.5, "x", [], [{}], {"type": {}}, {"type": ["x"]}]
+
+
+def _changed(value: Any, odd: Any) -> Iterator[Any]:
+    """Yield the value with another one in its place, and in each place inside of it, or without what is there."""
+    yield odd
+    if isinstance(value, dict):
+        yield from ({key: value[key] for key in value if key != left_out} for left_out in value)
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        for other in _changed(inner, odd):
+            changed = value.copy()
+            changed[key] = other
+            yield changed
+
+
+async def test_whatever_stands_at_any_place_of_a_request_is_answered_or_refused(served: Served) -> None:
+    for path, given in ANSWERED.items():
+        for body in (each for odd in ODD for each in _changed({"model": MODEL, **given}, odd)):
+            response = await served.http.post(f"/v1/{path}", json=body)
+            assert response.status_code in (200, 400, 404), (path, body, response.text)
 
 
 async def test_only_a_right_key_opens_and_the_health_check_needs_none(served: Served) -> None:

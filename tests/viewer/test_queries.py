@@ -174,6 +174,7 @@ async def test_tasks_are_counted_by_what_they_were_solved(client: Client, storag
     assert found["counts"]["solved"] + found["counts"]["unsolved"] == found["counts"]["all"] == len(rates)
     assert {point["source"] for point in found["sources"]} == {"usual"}
     assert (await client.refused("tasks", run="words", least="nan"))[0] == "least"
+    assert (await client.refused("tasks", run="words", offset=1 << 64))[0] == "offset"
     everything = await client.ask("tasks", run="words", least=2)
     assert everything["counts"]["unsolved"] == len(rates) and everything["counts"]["solved"] == 0
 

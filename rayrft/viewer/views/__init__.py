@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from rayrft.viewer.folders import Runs
 
 Query = tuple[type[BaseModel], Callable[[Runs, Any], Any]]
 """The parameters of a request, and the function that answers it in a thread: with JSON, or a response."""
+
+
+Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class StorageRequest(BaseModel):

@@ -16,7 +16,7 @@ from rayrft.markup import image_content
 from rayrft.runtime.serving.http import ApiError
 from rayrft.viewer.folders import RunFolder, Runs
 from rayrft.viewer.index import CHOICES
-from rayrft.viewer.views import UPDATE_S, Query, RunRequest, dicts
+from rayrft.viewer.views import UPDATE_S, Query, RunRequest, Whole, dicts
 
 _TOKENS = 20_000
 """Most tokens of a row that are shown."""
@@ -35,7 +35,7 @@ _PARAMETERS: dict[str, Any] = {
     "text": (str, Field("", max_length=400)),
     "where": (str, Field("", max_length=2000)),
     "sort": (str, Field("-finished_at", pattern=f"^-?({'|'.join(_SORTS)})$")),
-    "offset": (int, Field(0, ge=0)),
+    "offset": (Whole, 0),
     "limit": (int, Field(50, ge=1, le=200)),
 }
 RowsRequest = create_model("RowsRequest", __base__=RunRequest, **_PARAMETERS)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rayrft.experience import ROUNDING
 from rayrft.viewer.folders import Runs
-from rayrft.viewer.views import UPDATE_S, Query, RunRequest, dicts
+from rayrft.viewer.views import UPDATE_S, Query, RunRequest, Whole, dicts
 
 _BINS = 40
 """Most points of a curve over the run."""
@@ -22,12 +22,12 @@ class TasksRequest(RunRequest):
 
     least: float = Field(1.0, allow_inf_nan=False)
     which: Literal["all", "solved", "unsolved", "unlearned"] = "all"
-    before: int | None = Field(None, ge=0)
-    after: int | None = Field(None, ge=0)
-    span: int = Field(10, ge=1)
+    before: Whole | None = None
+    after: Whole | None = None
+    span: int = Field(10, ge=1, lt=1 << 31)
     sort: Literal["tries", "rate", "-rate", "change", "-tries"] = "-tries"
     text: str = Field("", max_length=400)
-    offset: int = Field(0, ge=0)
+    offset: Whole = 0
     limit: int = Field(50, ge=1, le=200)
 
 
