@@ -11,9 +11,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-_SHOWN = 300
-"""Characters of a value that a message shows."""
-
 
 class RayrftError(Exception):
     """A problem that the user can fix. ``field`` is a config key, a file or an actor; ``value`` is its value;
@@ -26,7 +23,7 @@ class RayrftError(Exception):
     def __str__(self) -> str:
         where = f"{self.field}: " if self.field else ""
         shown = repr(self.value)
-        found = f" (found {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '…'})" if self.value is not None else ""
+        found = f" (found {shown if len(shown) <= 300 else f'{shown[:300]}…'})" if self.value is not None else ""
         fix = f". {self.remedy[0].upper()}{self.remedy[1:].rstrip(chr(46))}" if self.remedy else ""
         text = f"{where}{self.problem.rstrip('.')}{found}{fix}"
         return text if text.endswith(("?", ".")) else text + "."

@@ -156,10 +156,7 @@ def test_a_row_of_wrong_types_is_an_error_that_names_the_column(column: str, val
         ({"weight_versions": (VersionSpan(2, 3, 6),)}, "action token without weight version"),
         ({"weight_versions": ()}, "action token without weight version"),
         # Two spans over one token count it twice and hide that another is not covered.
-        (
-            {"weight_versions": (VersionSpan(2, 3, 6), VersionSpan(2, 3, 7))},
-            "action token without weight version",
-        ),
+        ({"weight_versions": (VersionSpan(2, 3, 6), VersionSpan(2, 3, 7))}, "action token without weight version"),
         ({"weight_versions": (VersionSpan(2, 9, 6),)}, "action token without weight version"),
         ({"token_ids": np.array([5, -6, 7, 8], dtype=np.int32)}, "token outside the vocabulary"),
         ({"token_ids": [5, None, 7, 8]}, "null in token_ids"),

@@ -52,12 +52,7 @@ ALERTS = 'count by (alertname) (ALERTS{alertname=~"Rayrft.+", alertstate="firing
 
 ROWS: dict[str, list[Panel]] = {
     "rayrft: learning": [
-        (
-            "Reward",
-            "none",
-            "Mean over the answers sampled since the previous step.",
-            {"{{run}}": either("reward")},
-        ),
+        ("Reward", "none", "Mean over the answers sampled since the previous step.", {"{{run}}": either("reward")}),
         (
             "Accuracy",
             "percentunit",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FilePath, model_validator
 
 from rayrft.errors import ConfigError
 from rayrft.files import local_path
@@ -89,5 +89,6 @@ Name = Annotated[str, Field(pattern=NAME)]
 
 # Paths are made absolute: actors do not share the driver's working directory.
 LocalPath = Annotated[Path, BeforeValidator(_absolute)]
+LocalFile = Annotated[FilePath, BeforeValidator(_absolute)]
 ModelPath = Annotated[str, AfterValidator(local_model)]
 """A Hugging Face folder or hub id."""

@@ -174,8 +174,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file. Raises ConfigError if it has none."""
     raw = _parse(read_text(path, "config"), str(path), "fix the file at that line")
     if not isinstance(raw, dict):
-        remedy = "write keys and values, such as 'name: my_run'"
-        raise ConfigError("must be a mapping of sections", remedy, field=str(path), value=type(raw).__name__)
+        raise ConfigError("must be a mapping", "write 'key: value'", field=str(path), value=type(raw).__name__)
     return raw
 
 
@@ -234,7 +233,8 @@ def explain(error: ValidationError, raw: dict[str, Any], model: type[BaseModel])
         at = ".".join(filter(None, (field, cause.field)))
         return ConfigError(cause.problem, cause.remedy, field=at, value=cause.value)
     message = problem["msg"].removeprefix("Value error, ")
-    value = None if isinstance(problem["input"], dict | BaseModel) else problem["input"]
+    given = problem["input"]
+    value = None if isinstance(given, dict | BaseModel) else str(given) if isinstance(given, Path) else given
     keys = getattr(_section_at(model, path[:-1]), "model_fields", {})  # none of a list of numbers
     limit = keys.get(path[-1]) if kind.startswith("greater_than") else None
     optional = limit is not None and type(None) in typing.get_args(limit.annotation)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue
 
-from rayrft.config.base import LocalPath, Section, invalid, section_rule
+from rayrft.config.base import LocalFile, Section, invalid, section_rule
 
 
 class TinyModelConfig(Section):
@@ -36,17 +36,10 @@ class TinyModelConfig(Section):
 class TemplateConfig(Section):
     """The chat template of training, evaluation, endpoint and exported models."""
 
-    file: LocalPath | None = None
+    file: LocalFile | None = None
     """A Jinja chat template instead of the tokenizer's."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Values of variables of the chat template, such as ``enable_thinking: false``."""
-
-    @field_validator("file")
-    @classmethod
-    def _there(cls, file: LocalPath | None) -> LocalPath | None:
-        if file is not None and not file.is_file():
-            raise invalid("", "is not a file", "give the path of a Jinja template", value=str(file))
-        return file
 
 
 class ModelConfig(Section):

@@ -191,7 +191,10 @@ def plan_memory(config: RunConfig, gpu_gb: float, *, activations: bool = True) -
     rank, engine, helpers, settings = None, None, list[PartMemory](), config.explorer.engine
     if config.rolls_out and settings.gpus:
         room, copies = settings.gpu_share * gpu_gb, settings.sleep + _keeps_copy(config)
-        engine = _engine("engine", shape, settings, half, config.model.max_length, room, _buckets_gb(config), copies)
+        # In two buckets weights travel between GPUs, where they do not share one.
+        apart = config.mode == "both" and not config.colocated and config.sync_backend != "files"
+        buckets = apart * 2 * config.bucket_bytes / _GB
+        engine = _engine("engine", shape, settings, half, config.model.max_length, room, buckets, copies)
     if config.trains and config.trainer.gpus:
         counted, room = memory.activation_bytes(str(config.model.path)) if activations else 0.0, _USABLE * gpu_gb
         if engine and config.colocated:
@@ -252,12 +255,6 @@ def _given(config: RunConfig, gpu_gb: float) -> float | None:
     """Return the memory that the config gives a rollout engine, if it does."""
     share = config.explorer.engine.gpu_memory_utilization
     return share and share * gpu_gb
-
-
-def _buckets_gb(config: RunConfig) -> float:
-    """Return the memory of the two buckets in which weights travel between GPUs, where they do not share one."""
-    apart = config.mode == "both" and not config.colocated and config.sync_backend != "files"
-    return apart * 2 * config.bucket_bytes / _GB
 
 
 def _keeps_copy(config: RunConfig) -> bool:

@@ -106,12 +106,7 @@ class FeedbackPage(HttpService):
     """Set by `begin`."""
 
     def __init__(
-        self,
-        name: str,
-        config: FeedbackConfig,
-        key_digests: tuple[str, ...],
-        rows: RunRows,
-        folder: Path,
+        self, name: str, config: FeedbackConfig, key_digests: tuple[str, ...], rows: RunRows, folder: Path
     ) -> None:
         super().__init__(config, key_digests)
         self._name, self._settings, self.rows, self._folder = name, config, rows, folder
@@ -346,11 +341,7 @@ class FeedbackPage(HttpService):
 
 
 def build_page(
-    run: RunConfig,
-    folder: Path,
-    settings: FeedbackConfig,
-    key_digests: tuple[str, ...],
-    buffer: str,
+    run: RunConfig, folder: Path, settings: FeedbackConfig, key_digests: tuple[str, ...], buffer: str
 ) -> FeedbackPage:
     """Build the page of the run in a folder, whose Buffer has this name, and start to read its rows."""
     load_plugins(run.plugins)

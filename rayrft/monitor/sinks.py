@@ -22,15 +22,7 @@ from rayrft.errors import ConfigError, StorageError, first_line
 from rayrft.experience import Experience, from_batch
 from rayrft.files import atomic_file
 from rayrft.monitor.ray_metrics import RayMetrics
-from rayrft.monitor.records import (
-    EvaluationRecord,
-    NoteRecord,
-    PairsRecord,
-    Record,
-    RolloutRecord,
-    StepRecord,
-    flat,
-)
+from rayrft.monitor.records import EvaluationRecord, NoteRecord, PairsRecord, Record, RolloutRecord, StepRecord, flat
 from rayrft.registry import Registry, check_installed
 
 log = logging.getLogger(__name__)

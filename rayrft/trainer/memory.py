@@ -123,13 +123,7 @@ def _uncounted(error: Exception, path: str) -> ModelError:
 
 
 def memory_savings(
-    path: str,
-    config: TrainerConfig,
-    parts: Collection[str],
-    *,
-    half: bool,
-    teacher: str | None = None,
-    **beside: Any,
+    path: str, config: TrainerConfig, parts: Collection[str], *, half: bool, teacher: str | None = None, **beside: Any
 ) -> list[tuple[str, float]]:
     """Return changes of the config with the bytes by which each lowers ``parts`` of the memory of a rank, the largest
     first; nothing if the activations of the model cannot be counted. ``beside``: ``reference`` and ``critic``."""

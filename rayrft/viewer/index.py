@@ -371,8 +371,7 @@ def _connect(path: str) -> duckdb.DuckDBPyConnection:
     """Open a database, and create its tables unless it has them. Raises duckdb.Error for tables of other versions."""
     # No access to other files and to extensions. Each checkpoint writes the table's last rows again.
     connection = duckdb.connect(
-        path,
-        config={"enable_external_access": False, "lock_configuration": True, "wal_autocheckpoint": "128MB"},
+        path, config={"enable_external_access": False, "lock_configuration": True, "wal_autocheckpoint": "128MB"}
     )
     if not connection.execute("select * from duckdb_tables()").fetchall():
         connection.execute(_TABLES)

@@ -146,8 +146,7 @@ def test_the_loss_is_a_mean_over_the_pairs_of_the_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "pair"),
-    [([True, True], [0, 0]), ([True, False], [0, 1]), ([True, False, False], [0, 0, 0])],
+    ("chosen", "pair"), [([True, True], [0, 0]), ([True, False], [0, 1]), ([True, False, False], [0, 0, 0])]
 )
 def test_a_pair_that_is_not_whole_is_refused(chosen: list[bool], pair: list[int]) -> None:
     with pytest.raises(ValueError, match="every pair must hold one chosen and one rejected row"):

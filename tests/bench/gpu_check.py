@@ -433,10 +433,7 @@ def main() -> None:
         dry=(False, "on CPUs, with small models"),
         only=([""], f"sections: {', '.join(SECTIONS)}"),
         sizes=(["0.6B", "1.7B"], "of the models that are trained"),
-        model=(
-            "",
-            "folder or hub id of the model whose engine is measured; by default random weights",
-        ),
+        model=("", "folder or hub id of the model whose engine is measured; by default random weights"),
         limit_s=(1800, "seconds that a section may take"),
         section=("", "print this section, and nothing else"),
     )

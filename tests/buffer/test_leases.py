@@ -292,10 +292,7 @@ def group_rows(rows: list[list[int]]) -> list[Unit]:
     ]
 
 
-@given(
-    st.lists(st.lists(st.integers(1, 100), min_size=1, max_size=9), min_size=1, max_size=20),
-    st.integers(1, 6),
-)
+@given(st.lists(st.lists(st.integers(1, 100), min_size=1, max_size=9), min_size=1, max_size=20), st.integers(1, 6))
 def test_every_row_is_dealt_once_and_no_share_is_larger_than_it_must(rows: list[list[int]], ranks: int) -> None:
     units = group_rows(rows)
     shares = deal([units], ranks)

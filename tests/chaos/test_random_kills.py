@@ -70,10 +70,7 @@ def test_random_kills_are_survived(seed: int, tmp_path: Path) -> None:
     config: dict[str, Any] = small_config(tmp_path, "random", **WITHOUT_VLLM)
     config["evaluation"] = {"engines": 1, "samples": 1}
     config["reward"] = {"placement": "pool"}
-    config["pipelines"] = {
-        "experiences": [{"name": "reward_deviation"}],
-        "actors": {"cpus": 0.1, "memory_gib": 0.25},
-    }
+    config["pipelines"] = {"experiences": [{"name": "reward_deviation"}], "actors": {"cpus": 0.1, "memory_gib": 0.25}}
     config["stages"][1] |= {"steps": 10_000, "evaluate_every": 4}
     changes: dict[str, Any] = {
         "explorer.engine.count": 2,

@@ -69,11 +69,7 @@ def head() -> Iterator[Head]:
     servers = []
 
     def start(
-        *,
-        token: str | None = None,
-        seen: list[str | None] | None = None,
-        sockets: Sequence[Path] = (),
-        busy: str = "",
+        *, token: str | None = None, seen: list[str | None] | None = None, sockets: Sequence[Path] = (), busy: str = ""
     ) -> str:
         class Gcs(grpc_service.NodeInfoGcsServiceServicer):
             def CheckAlive(self, request: Any, context: Any) -> Any:

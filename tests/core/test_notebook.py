@@ -59,9 +59,7 @@ def run(recorded_runs: Path) -> Callable[[str], Run]:
     return lambda name: Run(name, recorded_runs / name, handle(None))
 
 
-def test_a_group_is_shown_side_by_side_with_its_tokens_and_texts_stay_texts(
-    run: Callable[[str], Run],
-) -> None:
+def test_a_group_is_shown_side_by_side_with_its_tokens_and_texts_stay_texts(run: Callable[[str], Run]) -> None:
     found = run("words").group("words/mix/0/task00/2")
     assert (found.group_id, len(found.rows)) == ("words/mix/0/task00", 4)
     assert repr(found.rows[0]).startswith("<Experience words/mix/0/task00/0: reward ")

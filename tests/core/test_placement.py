@@ -76,8 +76,7 @@ def test_spread_bundles_take_the_nodes_in_turn_and_packed_ones_fill_them() -> No
 
 
 @pytest.mark.parametrize(
-    ("wanted", "fits"),
-    [("a", 1), ("c", 0), ("!a", 1), ("in(a, b)", 2), ("!in(a,b)", 0), ("!in(c)", 2)],
+    ("wanted", "fits"), [("a", 1), ("c", 0), ("!a", 1), ("in(a, b)", 2), ("!in(a,b)", 0), ("!in(c)", 2)]
 )
 def test_a_group_with_labels_is_placed_only_on_nodes_that_have_them(wanted: str, fits: int) -> None:
     labels = {"engines": {"zone": wanted}}

@@ -45,10 +45,7 @@ BROKEN: dict[str, tuple[str, str]] = {
         '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]}',
         "messages[1]: the assistant says nothing",
     ),
-    "tools that are no list": (
-        '{"prompt": "p", "response": "r", "tools": "all"}',
-        "'tools' is not a list of JSON",
-    ),
+    "tools that are no list": ('{"prompt": "p", "response": "r", "tools": "all"}', "'tools' is not a list of JSON"),
     "tools for a template without": ('{"prompt": "p", "response": "r", "tools": [{}]}', "shows no tools"),
     "text for messages": ('{"messages": "a"}', "not a list of messages"),
     "no question": ('{"messages": [{"role": "assistant", "content": "a"}]}', "begins with the assistant"),

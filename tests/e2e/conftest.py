@@ -22,10 +22,7 @@ from tests.conftest import ROOT
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
 
-WITHOUT_VLLM: dict[str, Any] = {
-    "plugins": [str(ROOT / "tests" / "without_vllm.py")],
-    "weight_sync": {"tolerance": 1e9},
-}
+WITHOUT_VLLM: dict[str, Any] = {"plugins": [str(ROOT / "tests" / "without_vllm.py")], "weight_sync": {"tolerance": 1e9}}
 """For runs in which vLLM is not the subject: a scripted engine, whose log-probs are not the trainer's."""
 
 

@@ -19,11 +19,7 @@ def needs(count: int) -> Any:
     return pytest.mark.skipif(count > GPUS, reason=f"needs {count} CUDA devices, {GPUS} present")
 
 
-SHARED = {
-    "explorer.engine.gpus": 0.4,
-    "trainer.gpus": 0.5,
-    "explorer.engine.gpu_memory_utilization": 0.5,
-}
+SHARED = {"explorer.engine.gpus": 0.4, "trainer.gpus": 0.5, "explorer.engine.gpu_memory_utilization": 0.5}
 APART = {"explorer.engine.gpus": 1, "trainer.gpus": 1}
 
 

@@ -252,10 +252,7 @@ def test_an_application_that_rates_its_answers_gets_better_ones_and_so_does_the_
     config = {**calculator.make_config(tmp_path, seed=1, steps=45, controls=False), "name": way, "max_staleness": 2}
     config["tasks"]["eval_size"] = 50
     warmup, grpo = config["stages"]
-    config["stages"] = [
-        {**warmup, "steps": 300},
-        {**grpo, "batch_size": 64, "evaluate_every": None},
-    ]
+    config["stages"] = [{**warmup, "steps": 300}, {**grpo, "batch_size": 64, "evaluate_every": None}]
     if way == "served":
         (tmp_path / "keys").write_text("sk-app\n")
         config |= {"mode": "serve", "serve": {"port": port, "keys_file": str(tmp_path / "keys")}}

@@ -62,12 +62,7 @@ def test_a_job_takes_the_python_that_the_cluster_has(
 
 @pytest.mark.parametrize(
     ("status", "of_driver", "code"),
-    [
-        (JobStatus.SUCCEEDED, 0, 0),
-        (JobStatus.FAILED, 1, 1),
-        (JobStatus.FAILED, 130, 130),
-        (JobStatus.STOPPED, None, 1),
-    ],
+    [(JobStatus.SUCCEEDED, 0, 0), (JobStatus.FAILED, 1, 1), (JobStatus.FAILED, 130, 130), (JobStatus.STOPPED, None, 1)],
 )
 def test_the_exit_status_is_that_of_the_job(
     status: JobStatus, of_driver: int | None, code: int, capfd: pytest.CaptureFixture[str]

@@ -49,7 +49,7 @@ _TURNS = (
 )
 OWN = {
     "llama4": '[{% for c in m.tool_calls %}{{ c.function.name }}(city="{{ c.function.arguments.city }}", '
-    "days={{ c.function.arguments.days }}){{ ', ' if not loop.last }}{% endfor %}]",
+    "days={{ c.function.arguments.days }}){{ ', ' if not loop.last }}{% endfor %}]"
 }
 """Calls of models whose templates are neither samples nor in trl."""
 FORMATS = {

@@ -256,11 +256,7 @@ def test_operators_that_cannot_be_are_refused(operators: list[str], made: str | 
 
 @pytest.mark.parametrize(
     ("operator", "used"),
-    [
-        ({"name": "worth"}, False),
-        ({"name": "heavy"}, True),
-        ({"name": "heavy", "device": "cpu"}, False),
-    ],
+    [({"name": "worth"}, False), ({"name": "heavy"}, True), ({"name": "heavy", "device": "cpu"}, False)],
 )
 def test_gpus_of_actors_are_for_operators_that_use_them(operator: dict[str, Any], used: bool) -> None:
     chosen = {"pipelines.experiences": [operator], "pipelines.actors.gpus": 1}
@@ -392,10 +388,7 @@ async def test_answers_of_dropped_groups_and_evaluations_are_lines_of_the_run_fo
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     task, *_ = explorer.flow.tasks
     shown = [(each["group_status"], each.get("drop_reason"), each["reward"], each["tokens"]) for each in lines[:4]]
-    assert shown == [
-        *[("dropped", "zero_variance", 1.0, 3)] * 2,
-        *[("dropped", "reward_unknown", None, 3)] * 2,
-    ]
+    assert shown == [*[("dropped", "zero_variance", 1.0, 3)] * 2, *[("dropped", "reward_unknown", None, 3)] * 2]
     assert {each["experience_id"] for each in lines[:4]} == {f"a/grpo/0/{task}/{repeat}" for repeat in (0, 1)}
     assert {(each["group_status"], each["reward"], each["stop_reason"]) for each in lines[4:]} == {
         ("evaluation", 0.0, "length")

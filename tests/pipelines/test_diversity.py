@@ -10,14 +10,7 @@ import pytest
 
 from rayrft.errors import ConfigError
 from rayrft.pipelines import Context
-from rayrft.pipelines.operators.diversity import (
-    Embedder,
-    EmbeddingOptions,
-    centred,
-    clustered,
-    farthest,
-    nearest_other,
-)
+from rayrft.pipelines.operators.diversity import Embedder, EmbeddingOptions, centred, clustered, farthest, nearest_other
 from tests.errors import about
 from tests.pipelines.small import applied, linked, operator, reasons, rows
 

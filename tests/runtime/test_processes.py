@@ -272,8 +272,7 @@ async def test_a_cancelled_call_costs_its_process_and_no_other(pool: ProcessPool
 
 
 @pytest.mark.parametrize(
-    ("trouble", "says"),
-    [("die", "exit code 5"), ("raise", "no room"), ("hang", "0.3 s"), ("", "division by zero")],
+    ("trouble", "says"), [("die", "exit code 5"), ("raise", "no room"), ("hang", "0.3 s"), ("", "division by zero")]
 )
 async def test_an_object_that_cannot_be_created_or_imported_fails_every_lease_that_waits(
     trouble: str, says: str, tmp_path: Path

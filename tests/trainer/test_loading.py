@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedConfig, Qwen3Config
 
 from rayrft.config.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from rayrft.errors import ModelError

@@ -319,8 +319,7 @@ CORRECTED = {"correction": [name for name in corrections if name != "decoupled"]
 
 
 @pytest.mark.parametrize(
-    ("name", "pieces"),
-    [("mix", CORRECTED), ("ppo", PPO), ("dpo", {}), ("kto", {}), ("reward_model", {}), ("jsd", {})],
+    ("name", "pieces"), [("mix", CORRECTED), ("ppo", PPO), ("dpo", {}), ("kto", {}), ("reward_model", {}), ("jsd", {})]
 )
 def test_the_host_waits_for_the_device_as_often_as_if_a_step_had_one_micro_batch(
     name: str, pieces: Any, monkeypatch: pytest.MonkeyPatch

@@ -235,13 +235,7 @@ def test_a_reader_whose_base_is_missing_or_another_says_so_and_reads_the_next_fu
 
 @pytest.mark.parametrize(
     "values",
-    [
-        {"digest": "0" * 16},
-        {"files": []},
-        {"format": 1},
-        {"parcel": {}},
-        {"base": "no"},
-    ],
+    [{"digest": "0" * 16}, {"files": []}, {"format": 1}, {"parcel": {}}, {"base": "no"}],
     ids=lambda values: next(iter(values)),
 )
 def test_a_manifest_that_another_has_written_is_refused(values: dict[str, Any], tmp_path: Path) -> None:

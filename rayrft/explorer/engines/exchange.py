@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field, fields
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -314,10 +313,13 @@ class Requester:
         the answer only. The future's error is the engine's RayrftError, or that of the call that the request was in.
         """
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        interrupts, interrupt = (session or Session()).interrupts, partial(self._interrupt, number)
-        self._unsent[number], self._asked[number], interrupts[interrupt] = request, answer, None
+        interrupts = (session or Session()).interrupts
         if on_tokens is not None:
             self._on_tokens[number] = on_tokens
+
+        def interrupt() -> None:
+            self._interrupted.append(number)
+            self._schedule()
 
         def end(_: object) -> None:
             del interrupts[interrupt]
@@ -326,13 +328,10 @@ class Requester:
                 self._cancelled.append(number)
                 self._schedule()
 
+        self._unsent[number], self._asked[number], interrupts[interrupt] = request, answer, None
         answer.add_done_callback(end)
         self._schedule()
         return answer
-
-    def _interrupt(self, number: int) -> None:
-        self._interrupted.append(number)
-        self._schedule()
 
     def _schedule(self) -> None:
         """Make a call once all that is ready to run has run, so that what is asked together travels together.

@@ -44,11 +44,7 @@ _ANSWER_S = 30.0
 """Seconds in which an application must answer once it is deployed."""
 
 
-_ON_HEAD: dict[str, Any] = {
-    "num_cpus": 0,
-    "resources": {ray_api.HEAD_NODE_RESOURCE_NAME: 0.001},
-    "max_retries": 0,
-}
+_ON_HEAD: dict[str, Any] = {"num_cpus": 0, "resources": {ray_api.HEAD_NODE_RESOURCE_NAME: 0.001}, "max_retries": 0}
 """Options of tasks on the head node."""
 _HAPROXY = {
     "ENABLE_HA_PROXY": "1",
