@@ -105,6 +105,8 @@ def names_reference() -> str:
 
 
 _CHANGES = [
+    "0.1.0: a config is refused that has a key twice, an infinite number, a file name of more than 255 bytes or more "
+    "than 1,048,576 rows in a batch; so are choices whose labels are not as many as they.",
     "0.1.0: numbers are refused in the place of texts, except right answers and cells of CSV; options that no stage "
     "uses are refused (`trainer.router_loss` and `head_chunk` beside reward models, `rollbacks`, `demonstrations`, "
     "`group_size`), also where a run that has them is resumed.",
