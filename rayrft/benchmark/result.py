@@ -75,8 +75,7 @@ class BenchResult:
 
     def to_json(self) -> str:
         """Format all scores as JSON; NaN is null."""
-        fields = {"name": self.name, "scores": self.scores}
-        return to_json(fields, indent=2, inf_nan_mode="null").decode() + "\n"
+        return to_json({"name": self.name, "scores": self.scores}, indent=2, inf_nan_mode="null").decode() + "\n"
 
     def save_plot(self, path: Path) -> None:
         """Plot pass@k and majority@k against k, by model, with 95 % intervals; a panel per task set. As a PNG."""

@@ -149,8 +149,7 @@ def _read_parquet(path: Path) -> pa.Table:
     try:
         return conform(pq.read_table(path), str(path))
     except (pa.ArrowException, OSError) as error:
-        problem = f"cannot be read: {first_line(error)}"
-        raise DataError(problem, _WHOLE, field="file", value=str(path)) from None
+        raise DataError(f"cannot be read: {first_line(error)}", _WHOLE, field="file", value=str(path)) from None
 
 
 def _read_json_lines(path: Path) -> pa.Table:

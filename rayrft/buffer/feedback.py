@@ -58,8 +58,7 @@ def change(
     """
     names = [row.experience_id for row in rows]
     if experience_id not in names:
-        problem = "its group has no such row"
-        raise DataError(problem, f"its rows: {names}", field="experience_id", value=experience_id)
+        raise DataError("its group has no such row", f"its rows: {names}", field="experience_id", value=experience_id)
     old = rows[place := names.index(experience_id)]
     merged, reward = old.labels | labels, old.reward if reward is None else float(np.float32(reward))
     if (merged, reward) == (old.labels, old.reward):

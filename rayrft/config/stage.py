@@ -119,8 +119,7 @@ class StageConfig(Section):
             problem = f"is not used: {name} has no expert rows"
             raise invalid("demonstrations", problem, "remove it", value=self.demonstrations)
         if not self.usual_rows and self.group_size != type(self).model_fields["group_size"].default:
-            problem = f"is not used: {name} samples no answers"
-            raise invalid("group_size", problem, "remove it", value=self.group_size)
+            raise invalid("group_size", f"is not used: {name} samples no answers", "remove it", value=self.group_size)
         if self.groups and self.group_size == 1 and algorithm.compares_answers:
             problem = f"must be at least 2: advantage {algorithm.advantage!r} compares the answers to a task"
             remedy = "raise it, or use an advantage of single answers (remax, reinforce_pp, gae)"

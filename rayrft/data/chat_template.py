@@ -275,8 +275,7 @@ class ChatTemplate:
         spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(trained) < len(spoken):
             if len(spans) != len(spoken):
-                problem = f"the chat template marks {len(spans)} turns of {len(spoken)}, of which not all train"
-                raise DataError(problem)
+                raise DataError(f"the chat template marks {len(spans)} turns of {len(spoken)}, of which not all train")
             spans = [span for index, span in zip(spoken, spans, strict=True) if index in trained]
         return text, spans
 

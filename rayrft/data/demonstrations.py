@@ -154,8 +154,7 @@ def from_tasks(
         if index in wrong:
             if config.wrong_field not in task.metadata:
                 problem, remedy = "tasks have no such metadata field", f"choose one of {sorted(task.metadata)}"
-                place = f"demonstrations.{name}.wrong_field"
-                raise DataError(problem, remedy, field=place, value=config.wrong_field)
+                raise DataError(problem, remedy, field=f"demonstrations.{name}.wrong_field", value=config.wrong_field)
             answer = answer_text(task.metadata[config.wrong_field], config.wrong_field)
         rows.append(demonstrate(f"{name}/{task.id}", task, answer, tokenizer))
     return rows

@@ -36,8 +36,7 @@ def read_gymnasium(config: TaskSourceConfig, field: str) -> list[Task]:
             return [_episode(config, id, "\n".join(desc), {"desc": desc}) for desc in maps]
         env = gymnasium.make(id, disable_env_checker=True, **resolved(config.options))
     except gymnasium.error.Error as error:
-        remedy = "see gymnasium.pprint_registry()"
-        raise DataError(str(error), remedy, field=f"{field}.dataset", value=id) from None
+        raise DataError(str(error), "see gymnasium.pprint_registry()", field=f"{field}.dataset", value=id) from None
     except TypeError as error:
         raise DataError(f"Gymnasium refuses the options: {error}", field=f"{field}.options") from None
     starts = [env.reset(seed=seed)[0] for seed in range(size)]

@@ -128,8 +128,7 @@ class RowFiles:
         try:
             yield
         except (pa.ArrowException, OSError, ValueError) as error:
-            problem = f"cannot be read: {first_line(error)}"
-            raise DataError(problem, field=self.field, value=str(self.path)) from None
+            raise DataError(f"cannot be read: {first_line(error)}", field=self.field, value=str(self.path)) from None
 
 
 def open_rows(path: Path, field: str) -> RowFiles:

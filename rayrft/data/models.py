@@ -133,8 +133,7 @@ def check_teacher(path: str, field: str, tokenizer: ChatTokenizer, vocabulary: i
         raise ModelError(problem, remedy, field=field, value=path)
     if (size := vocabulary_of(path)) < vocabulary:
         problem = f"the teacher has a vocabulary of {size}, and the model, of {vocabulary}, may sample tokens beyond it"
-        remedy = "choose a teacher whose vocab_size is at least the model's"
-        raise ModelError(problem, remedy, field=field, value=path)
+        raise ModelError(problem, "choose a teacher whose vocab_size is at least the model's", field=field, value=path)
 
 
 def check_classifier(model: str, stage: str) -> None:

@@ -121,8 +121,7 @@ def _load(config: RowsConfig, field: str) -> dict[str, Any]:
             return dict(datasets.DatasetDict.load_from_disk(name))
         if (folder / "state.json").is_file():
             return {config.split: datasets.Dataset.load_from_disk(name)}
-        loaded = datasets.load_dataset(name, config.config, revision=config.revision, streaming=config.streaming)
-        return dict(loaded)
+        return dict(datasets.load_dataset(name, config.config, revision=config.revision, streaming=config.streaming))
 
 
 @contextmanager

@@ -205,8 +205,7 @@ def _to_tasks(
     if broken and (config.on_broken == "fail" or not tasks):
         number, first = next(iter(broken.items()))
         remedy = f"{first.remedy or 'fix or remove these rows'}; with on_broken: skip they are left out and counted"
-        place = first.field or rows.field
-        raise broken_rows(problems, total, remedy, origin=rows.origin, field=place, value=number)
+        raise broken_rows(problems, total, remedy, origin=rows.origin, field=first.field or rows.field, value=number)
     if not tasks:
         raise DataError("it holds no rows", "give one with tasks", field=rows.field, value=rows.origin)
     note(RowsRead(rows.origin, total, SkippedRows(broken=problems).counts, layouts))

@@ -19,6 +19,7 @@ from rayrft.endpoint.agent import Applications, pool
 from rayrft.endpoint.attempts import Access
 from rayrft.errors import ConfigError, DataError, SandboxFailed
 from rayrft.experience import Task
+from rayrft.rewards.base import task_value
 from rayrft.rewards.sandbox import Sandbox, SandboxLimits, bytecode
 from rayrft.rewards.sandbox.isolation import ENVIRONMENT, PROGRAM_FOLDER
 
@@ -174,10 +175,8 @@ def _check_program(program: str, path: str, sandbox: Sandbox, field: str) -> Non
 
 def _files(task: Task, name: str) -> dict[str, str]:
     """Return files of a task's metadata, encoded. Raises DataError unless they are texts by paths inside a folder."""
-    files = task.metadata.get(name) or {}
-    if not isinstance(files, dict):
-        raise DataError("is not a mapping of paths to texts", field=f"metadata.{name}", value=files)
-    for path, text in files.items():
-        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or not isinstance(text, str):
-            raise DataError("is not a text at a path inside the folder", field=f"metadata.{name}", value=path)
+    files: dict[str, str] = task_value(task, name, dict[str, str], {})
+    for path in files:
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise DataError("is not a path inside the folder", field=f"metadata.{name}", value=path)
     return {path: base64.b64encode(text.encode()).decode() for path, text in files.items()}

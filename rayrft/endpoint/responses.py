@@ -197,8 +197,7 @@ class ResponseReply(ReplyForm):
 
     def begin(self) -> list[str]:
         response = {**self._common, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        kinds = ("response.created", "response.in_progress")
-        return [self._event(kind, response=response) for kind in kinds]
+        return [self._event(kind, response=response) for kind in ("response.created", "response.in_progress")]
 
     def piece(self, piece: TextPiece) -> list[str]:
         events = list[str]()

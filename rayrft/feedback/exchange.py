@@ -88,8 +88,7 @@ def read_feedback(path: Path, tool: str, answers: dict[str, ShownAnswer], settin
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             broken[number] = f"not a record of {tool}: {type(error).__name__} {error}"
     if broken:
-        remedy = "fix or delete them; nothing was imported"
-        raise broken_rows(broken, len(rows), remedy, field="file", value=str(path))
+        raise broken_rows(broken, len(rows), "fix or delete them; nothing was imported", field="file", value=str(path))
     return found
 
 

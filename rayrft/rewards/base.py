@@ -8,12 +8,15 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal, Protocol, Self, SupportsIndex, TypeVar, cast
+
+from pydantic import TypeAdapter, ValidationError
 
 from rayrft.config.base import resolved
 from rayrft.config.reward import RewardPart
 from rayrft.data.reasoning import split_reasoning
-from rayrft.errors import ConfigError
+from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task
 from rayrft.registry import Registry
 from rayrft.runtime.waits import cancelled
@@ -194,6 +197,20 @@ def _checked_steps(steps: Sequence[StepReward], transcript: Transcript, whole: b
 def _check_index(name: str, index: SupportsIndex, last: int) -> None:
     if not isinstance(index, SupportsIndex) or not 0 <= int(index) <= last:
         raise ValueError(f"{name} is {index!r}, and may be 0 to {last}")
+
+
+_adapter = lru_cache(TypeAdapter)
+
+
+def task_value(task: Task, name: str, kind: Any, default: Any = None) -> Any:
+    """Return a value of a task's metadata, by default that one. Raises DataError if it is not of the type ``kind``."""
+    if (given := task.metadata.get(name)) is None:
+        return default
+    try:
+        return _adapter(kind).validate_python(given, strict=True)
+    except ValidationError as error:
+        problem, remedy = f"does not fit: {error.errors()[0]['msg']}", "give what its description says"
+        raise DataError(problem, remedy, field=f"metadata.{name}", value=given) from None
 
 
 def _unknown(found: RewardResult, reason: str | None) -> RewardResult:

@@ -35,7 +35,7 @@ from typing import Any
 
 from rayrft.errors import DataError
 from rayrft.experience import Task
-from rayrft.rewards.base import RewardResult, register_reward
+from rayrft.rewards.base import RewardResult, register_reward, task_value
 from rayrft.rewards.code_trial import CodeLanguage, TestRunner, headers, kind_of
 from rayrft.rewards.sandbox import Sandbox, SandboxLimits
 
@@ -78,11 +78,9 @@ class Code:
         self.longest_s, self.notice = budget_s, sandbox.describe()
 
     def __call__(self, task: Task, response: str) -> RewardResult:
-        language = task.metadata.get("language", self._language)
+        language = task_value(task, "language", CodeLanguage, self._language)
         tests = tests_of(task)
-        if not isinstance(name := task.metadata.get("entry_point") or "", str):
-            raise DataError("is not the name of a function", field="metadata.entry_point", value=name)
-        function = re.sub(r"^Solution(?:\(\))?\.", "", name)
+        function = re.sub(r"^Solution(?:\(\))?\.", "", task_value(task, "entry_point", str, ""))
         source = extract(response, language, re.escape(function))
         verdict = self._runner(task, source, tests, language, until_failure=not self._partial)
         share = verdict.failures.count(None) / len(tests)

@@ -21,6 +21,7 @@ from rayrft.errors import ConfigError, DataError, NoLocks, SandboxFailed
 from rayrft.experience import Task
 from rayrft.files import lock_file
 from rayrft.rewards import code_runner
+from rayrft.rewards.base import task_value
 from rayrft.rewards.code_values import literal, same_text, same_value
 from rayrft.rewards.sandbox import Files, Process, ProgramOutcome, Sandbox, SandboxLimits, bytecode
 
@@ -214,10 +215,7 @@ class _Trial:
         """Start the tests, or the solution, with the time of all tests together."""
         if not isinstance(name := self._task.metadata.get("entry_point"), str):
             raise DataError("the task does not name its function", field="metadata.entry_point", value=name)
-        before, source = (self._task.metadata.get(each) or "" for each in ("prompt", "test"))
-        if not isinstance(before, str) or not isinstance(source, str):
-            problem = "the code before the solution and the code of the tests are not texts"
-            raise DataError(problem, "give texts, or rename the columns", field="metadata", value=[before, source])
+        before, source = (task_value(self._task, each, str, "") for each in ("prompt", "test"))
         if mode == "solve":
             source = self._source
             if re.match(r"(?:[ \t]*\n)*[ \t]+\S", source):  # it continues the prompt in the middle of a function

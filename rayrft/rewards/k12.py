@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Literal
 
 from rayrft.experience import Task
-from rayrft.rewards.base import Reward, RewardResult, inline, register_reward
+from rayrft.rewards.base import Reward, RewardResult, inline, register_reward, task_value
 from rayrft.rewards.text.choices import choice
 from rayrft.rewards.text.notation import CURRENCY_SIGNS, normalized
 from rayrft.rewards.text.numbers import HAN_DIGITS, Number, read_quantity
@@ -26,10 +26,10 @@ _Kind = Literal["choice", "true_false", "blanks", "number"]
 def k12(kind: _Kind = "blanks", *, strict: bool = False, partial: float = 0.0, tolerance: float = 0.0) -> Reward:
     """1 if the response's final answer is right, else 0; component ``parsed`` is 1 if it has one.
 
-    The kind is ``metadata["kind"]``, else ``choice`` with ``metadata["options"]``, texts in order, else ``kind``.
+    The kind is ``metadata["kind"]``, else ``choice`` with ``metadata["options"]``, else ``kind``.
 
-    * ``choice``: the task's answer is letters, such as ``B`` or ``AC``. A response names letters, quotes one option, or
-      judges the options one by one. Some of several right letters, without a wrong one, give ``partial``.
+    * ``choice``, of options in order or by letter: the task's answer is letters, such as ``B`` or ``AC``. A response
+      names letters, quotes one option, or judges one by one. Some of several right letters alone give ``partial``.
     * ``true_false``: the task's answer is a word such as true, 正确, no, F, √; so is the response's, in a clause of its
       first or last line, unless it has both.
     * ``blanks``: ``metadata["blanks"]`` lists the accepted variants of each blank, in order; by default the task's
@@ -44,7 +44,7 @@ def k12(kind: _Kind = "blanks", *, strict: bool = False, partial: float = 0.0, t
     parse_unit("m")  # imports pint: the first answer is scored where others wait, too
 
     def score(task: Task, response: str) -> RewardResult:
-        asked = task.metadata.get("kind", "choice" if task.metadata.get("options") else kind)
+        asked = task_value(task, "kind", str, "choice" if task.metadata.get("options") else kind)
         found = statements(response, strict=strict)
         if asked == "choice":
             return choice(task, found, partial)
@@ -53,7 +53,7 @@ def k12(kind: _Kind = "blanks", *, strict: bool = False, partial: float = 0.0, t
         if asked == "blanks":
             return _blanks(task, found, partial)
         if asked == "number":
-            return _number(task, found, task.metadata.get("tolerance", tolerance))
+            return _number(task, found, task_value(task, "tolerance", float, tolerance))
         return RewardResult(None, reason=f"unknown kind of school question: {asked!r}")
 
     return score
@@ -74,7 +74,8 @@ _SENTENCE = re.compile(r"(?<=[^\s.])(?:[.!?](?:\s|$)|。)|\s+\(?(?:because|since
 
 
 def _blanks(task: Task, found: Sequence[Statement], partial: float) -> RewardResult:
-    blanks = [[each] if isinstance(each, str) else each for each in task.metadata.get("blanks", [task.answer])]
+    variants = task_value(task, "blanks", Sequence[str | Sequence[str]], [task.answer])
+    blanks = [[each] if isinstance(each, str) else each for each in variants]
     for statement in found:
         # The whole line first: "Mr." does not end a sentence.
         texts = [text for each in statement.readings for text in (each, _SENTENCE.split(each, maxsplit=1)[0])]

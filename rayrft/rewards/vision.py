@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rayrft.experience import Task
-from rayrft.rewards.base import Reward, RewardResult, inline, register_reward
+from rayrft.rewards.base import Reward, RewardResult, inline, register_reward, task_value
 from rayrft.rewards.text.choices import choice
 from rayrft.rewards.text.numbers import read_count
 from rayrft.rewards.text.statements import Statement, nfkc, plain, statements
@@ -39,7 +39,7 @@ def vision(kind: _Kind = "count", *, strict: bool = False, threshold: float | No
     """
 
     def score(task: Task, response: str) -> RewardResult:
-        asked = task.metadata.get("kind", kind)
+        asked = task_value(task, "kind", str, kind)
         found = statements(response, strict=strict)
         if asked == "choice":
             return choice(task, found)
@@ -110,7 +110,7 @@ def _coordinates(found: Sequence[Statement], response: str, strict: bool, count:
 
 
 def _point(task: Task, found: Sequence[Statement], response: str, strict: bool) -> RewardResult:
-    box, right = task.metadata.get("box"), _numbers(task.answer, 2)
+    box, right = task_value(task, "box", Sequence[float]), _numbers(task.answer, 2)
     if box is None and right is None:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is not a point")
     said = _coordinates(found, response, strict, 2)
@@ -119,7 +119,7 @@ def _point(task: Task, found: Sequence[Statement], response: str, strict: bool) 
     if box is not None:
         inside = all(low <= at <= high for low, at, high in zip(box[:2], said, box[2:], strict=True))
     else:
-        inside = math.dist(said, right or ()) <= task.metadata.get("radius", 0.0)
+        inside = math.dist(said, right or ()) <= task_value(task, "radius", float, 0.0)
     return RewardResult(float(inside), {"parsed": 1.0}, answer=json.dumps(said))
 
 
@@ -175,4 +175,11 @@ def _grid(task: Task, found: Sequence[Statement], response: str, strict: bool) -
     return RewardResult(value, {"parsed": 1.0}, answer="\n".join(" ".join(row) for row in said))
 
 
-_KINDS = {"count": _count, "text": _text, "point": _point, "box": _box, "grid": _grid}
+_KINDS = {
+    "choice": lambda task, found, *_: choice(task, found),
+    "count": _count,
+    "text": _text,
+    "point": _point,
+    "box": _box,
+    "grid": _grid,
+}

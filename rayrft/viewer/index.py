@@ -221,8 +221,7 @@ class RowIndex:
 
     def late_feedback(self, experience_id: str) -> list[dict[str, Any]]:
         """Return the feedback that came after a row was trained."""
-        notes = self._read_about().get("late", [])
-        return [note for note in notes if note["experience_id"] == experience_id]
+        return [note for note in self._read_about().get("late", []) if note["experience_id"] == experience_id]
 
     # In the thread.
 

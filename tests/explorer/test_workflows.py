@@ -64,6 +64,12 @@ def test_a_workflow_that_raises_when_it_is_built_or_cannot_be_called_is_refused(
         build_workflow(name, config().explorer, "field")
 
 
+async def test_messages_of_a_user_that_are_one_text_fail_the_attempt_by_name(tiny_model: Path) -> None:
+    task = Task.create("test", CAT.question, "tac", metadata={"turns": "oh"})
+    rollout, _ = await play(tiny_model, "multi_turn", "tac", task=task, failures=True)
+    assert rollout.failed == {"workflow_error": 1} and "metadata.turns" in str(rollout.problem)
+
+
 async def test_a_template_that_raises_on_a_later_message_fails_the_attempt_with_its_words(tiny_model: Path) -> None:
     raises = "{% if messages | length > 2 %}{{ raise_exception('one question only') }}{% endif %}"
     task = Task.create("test", CAT.question, "tac", metadata={"turns": ["oh"]})

@@ -42,6 +42,39 @@ def test_exact_match_ignores_surrounding_space_alone_and_reasoning_gym_verifies_
         assert found.value is not None and (found.value == 1.0) == right and (found.value < 0.5) != right
 
 
+@pytest.mark.parametrize(
+    ("name", "metadata"),
+    [
+        ("k12", {"options": "A. cat B. dog"}),
+        ("k12", {"options": [1, 2]}),
+        ("k12", {"options": {"A": 1, "B": 2}}),
+        ("k12", {"blanks": "B"}),
+        ("k12", {"blanks": [3, 4]}),
+        ("k12", {"tolerance": "0.1", "kind": "number"}),
+        ("k12", {"tolerance": True, "kind": "number"}),
+        ("k12", {"kind": ["choice"]}),
+        ("vision", {"kind": ["point"]}),
+        ("vision", {"box": "1234", "kind": "point"}),
+        ("vision", {"radius": "5", "kind": "point"}),
+        ("code", {"language": "Python 3", "tests": ["assert f() == 1"]}),
+        ("code", {"entry_point": ["f"], "tests": ["assert f() == 1"]}),
+    ],
+)
+def test_metadata_of_another_type_makes_the_reward_unknown_and_is_named(name: str, metadata: dict[str, Any]) -> None:
+    answer = "1, 2" if name == "vision" else "B"
+    found = at_once(name, answer, answer, **metadata)
+    assert found.value is None and f"metadata.{next(iter(metadata))}: does not fit" in str(found.reason)
+
+
+def test_options_may_be_by_letter_and_missing_values_of_metadata_are_those_of_the_reward() -> None:
+    for options in ["cat", "dog"], ("cat", "dog"), {"A": "cat", "B": "dog"}, {"B": "dog", "A": "cat"}:
+        assert at_once("k12", "B", "The answer is dog", options=options).value == 1.0
+        assert at_once("k12", "B", "The answer is cat", options=options).value == 0.0
+    given = {"kind": None, "options": None, "blanks": None, "tolerance": None}
+    assert at_once("k12", "tac", "tac", **given).value == 1.0
+    assert at_once("k12", "10", "10.5", {"kind": "number", "tolerance": 0.1}, **given).value == 1.0
+
+
 async def scored(reward: Any, response: str = "a") -> RewardResult:
     return await score(reward, task("a"), Transcript.of(task("a"), response))
 

@@ -119,8 +119,7 @@ class EventJournal:
         start = after.nbytes if after.number == number and after.nbytes <= names.get(name, 0) else 0
         snapshot = self._storage.read(snapshots[number]) if snapshots and not start else None
         if snapshot is not None and not snapshots[number].endswith(f"-{zlib.crc32(snapshot):08x}.arrow"):
-            problem = "the snapshot was changed since it was written"
-            raise StorageError(problem, _DAMAGED, field=snapshots[number])
+            raise StorageError("the snapshot was changed since it was written", _DAMAGED, field=snapshots[number])
         data = self._storage.read(name)[start:].to_pybytes() if name in names else b""
         events, ends = _parse(data, name)
         self.position = Position(number, start + (ends[-1] if ends else 0))

@@ -355,13 +355,11 @@ def _scored(token_ids: Sequence[int], scores: Scores, count: int) -> Chunk:
 
 
 def _own_name() -> str:
-    name = ray.get_runtime_context().get_actor_name() or "engine"
-    return name.rpartition(":")[2]
+    return (ray.get_runtime_context().get_actor_name() or "engine").rpartition(":")[2]
 
 
 def _core_ended() -> ActorDied:
-    remedy = "see its log in the Ray dashboard"
-    return ActorDied("the engine's core process ended", remedy, field=_own_name())
+    return ActorDied("the engine's core process ended", "see its log in the Ray dashboard", field=_own_name())
 
 
 def _refused(problem: str, value: Any) -> RequestRefused:

@@ -48,8 +48,7 @@ class EnvironmentClient:
                 if self._callee is None:
                     await self.lease()
                 assert self._callee is not None
-                observation = await self._callee.call("reset", task, self.seed, deadline_s=config.deadline_s)
-                return self._checked(observation)
+                return self._checked(await self._callee.call("reset", task, self.seed, deadline_s=config.deadline_s))
             except CallFailed as error:
                 if not isinstance(error, ProcessDied) or not retries_left:
                     raise _failure(error) from error

@@ -77,8 +77,7 @@ class HermesCalls(CallFormat):
 
     async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | MalformedCall]:
         # The last one may lack its end, as serving engines allow.
-        found = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", answer, re.S)
-        return [_call(text.strip()) for text in found]
+        return [_call(text.strip()) for text in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", answer, re.S)]
 
     def written(self, call: str) -> str:
         return f"<tool_call>{call}</tool_call>"

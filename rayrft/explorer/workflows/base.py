@@ -93,8 +93,7 @@ def check_workflows(
         built[name] = build_workflow(name, config, "workflow of a task", auxiliary=auxiliary)
     if config.environment is not None and not any(map(_may_act, built.values())):
         remedy = "set it to episode or a workflow of your own, or remove explorer.environment"
-        problem = "does not act in the environment"
-        raise ConfigError(problem, remedy, field="explorer.workflow", value=config.workflow)
+        raise ConfigError("does not act in the environment", remedy, field="explorer.workflow", value=config.workflow)
     return built
 
 

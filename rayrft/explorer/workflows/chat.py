@@ -13,6 +13,7 @@ from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.base import register_workflow
 from rayrft.rewards import RewardResult
+from rayrft.rewards.base import task_value
 
 
 @register_workflow("single_turn")
@@ -36,7 +37,7 @@ class MultiTurn:
     async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> Trajectory:
         trajectory = model.start(task.messages, task.images)
         await trajectory.act()
-        for message in task.metadata.get("turns", self._turns):
+        for message in task_value(task, "turns", Sequence[str], self._turns):
             trajectory.observe(message)
             await trajectory.act()
         return trajectory

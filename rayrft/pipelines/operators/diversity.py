@@ -51,8 +51,7 @@ class Embedder:
             self._tokenizer = AutoTokenizer.from_pretrained(path)
             self._model = AutoModel.from_pretrained(path).eval().to(self._device)
         except (OSError, ValueError) as error:
-            problem = f"cannot be loaded: {first_line(error)}"
-            raise ConfigError(problem, field="model", value=path) from None
+            raise ConfigError(f"cannot be loaded: {first_line(error)}", field="model", value=path) from None
         size = self._model.config.get_text_config().hidden_size
         wanted = options.dimensions
         drawn = np.random.default_rng(0).standard_normal((size, wanted)) if size > wanted else None

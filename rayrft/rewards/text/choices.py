@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from rayrft.experience import Task
-from rayrft.rewards.base import RewardResult
+from rayrft.rewards.base import RewardResult, task_value
 from rayrft.rewards.text.statements import LONGEST_STATEMENT, Statement, nfkc, normal_form, plain
 from rayrft.rewards.text.verdicts import verdict
 
@@ -61,7 +61,9 @@ class _Question:
 
 def choice(task: Task, found: Sequence[Statement], partial: float = 0.0) -> RewardResult:
     """Score the chosen letters; some of the right ones give ``partial``."""
-    texts = [re.sub(r"^\s*(?:\([A-Z]\)|[A-Z][).:、])", "", nfkc(text)) for text in task.metadata.get("options", ())]
+    given = task_value(task, "options", Sequence[str] | dict[str, str], ())
+    given = [given[letter] for letter in sorted(given)] if isinstance(given, dict) else given
+    texts = [re.sub(r"^\s*(?:\([A-Z]\)|[A-Z][).:、])", "", nfkc(text)) for text in given]
     options = [normal_form(text) for text in texts]
     reference, last = nfkc(task.answer).upper(), chr(ord("A") + (len(options) or 26) - 1)
     right = set(re.findall("[A-Z]", reference))

@@ -149,8 +149,7 @@ def _found(run: RunFolder, experience_id: str) -> tuple[dict[str, Any], list[Exp
     if not found:
         lags = run.rows.about()["lags"]
         why = "it is still being read" if lags else "rows leave it when it reaches buffer.log_bytes"
-        problem = f"There is no row {experience_id!r} in the log: {why}."
-        raise ApiError(404, problem, code="row_not_found", param="id")
+        raise ApiError(404, f"There is no row {experience_id!r} in the log: {why}.", code="row_not_found", param="id")
     *values, is_expert = found[-1]
     row = dict(zip(names, values, strict=True))
     if row["first"] is None:
