@@ -175,11 +175,4 @@ def _grid(task: Task, found: Sequence[Statement], response: str, strict: bool) -
     return RewardResult(value, {"parsed": 1.0}, answer="\n".join(" ".join(row) for row in said))
 
 
-_KINDS = {
-    "choice": lambda task, found, *_: choice(task, found),
-    "count": _count,
-    "text": _text,
-    "point": _point,
-    "box": _box,
-    "grid": _grid,
-}
+_KINDS = {"count": _count, "text": _text, "point": _point, "box": _box, "grid": _grid}
